@@ -11,7 +11,7 @@ import reconbound
 
 ROOT = Path(reconbound.__file__).parent
 ORDER = ("_internal", "data", "bounds", "divergences", "mechanisms", "validate", "fisher", "accounting", "training")
-ORDER += ("integrations", "linear", "attacks", "report", "auditing", "sweep", "cli")
+ORDER += ("linear", "attacks", "report", "auditing", "integrations", "sweep", "cli")
 
 
 def imported_packages(path: Path) -> set[str]:

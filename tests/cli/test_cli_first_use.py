@@ -11,7 +11,7 @@ import pytest
 from calling import QUICK, SGD, check_refused, write_people
 from reconbound._internal.formatting import format_limit
 from reconbound.auditing.options import AuditOptions
-from reconbound.auditing.run import _data_facts
+from reconbound.auditing.run import data_facts
 from reconbound.cli.app import run
 from reconbound.cli.audit import describe_audit, describe_columns
 from reconbound.data import DataWarning, load_dataset
@@ -65,7 +65,7 @@ def test_public_numbers_are_named(tmp_path) -> None:
     rows = [f"{'' if i == 3 else i / 2},{i % 7},{'ab'[i % 2]}" for i in range(30)]
     path.write_text("x,z,income\n" + "\n".join(rows))
     with pytest.warns(DataWarning):
-        assert _data_facts(load_dataset(path, target="income", private="x"))["public"] == ["z"]
+        assert data_facts(load_dataset(path, target="income", private="x"))["public"] == ["z"]
 
 
 def test_no_public_columns_no_line(tmp_path) -> None:

@@ -227,7 +227,7 @@ def leakage_of(dataset: Dataset, options: AuditOptions, measurements: SnapshotMe
     learner = measurements.learner
     ledger = learner.accountant
     assert ledger is not None
-    rules, nats = ledger.account.kept_rules, _divergences(ledger.divergences)
+    rules, nats = ledger.account.kept_rules, divergences_of(ledger.divergences)
     measured = ledger.measured().cpu() if rules else nats["nats_measured"][0]
     kept, most = chosen(ledger.dfil().cpu() if rules else nats["nats"][0], measured)
     diagonals: dict[str, Any] = {}
@@ -235,7 +235,7 @@ def leakage_of(dataset: Dataset, options: AuditOptions, measurements: SnapshotMe
         diagonals = _measure_diagonals(dataset, options, measurements, kept)
     first = _history_of(learner)
     known, scored = ([h for h in first if name in h] for name in (_QUANTILES[0], "accuracy"))
-    facts = {**_leakage_facts(dataset), **world_facts(dataset, ledger.divergences.worlds)}
+    facts = {**dataset_facts(dataset), **world_facts(dataset, ledger.divergences.worlds)}
     return Leakage(
         dfil=_stacked([ledger.dfil(rule) for rule in rules], learner.records),
         error=_stacked([ledger.standard_error(rule) for rule in rules], learner.records),
@@ -260,7 +260,7 @@ def _limited(ledger: FisherAccountant) -> bool:
     return ledger.runs > 1 and bool(ledger.account.kept_rules)
 
 
-def _divergences(ledger: DivergenceLedger) -> dict[str, Any]:
+def divergences_of(ledger: DivergenceLedger) -> dict[str, Any]:
     """Returns D of each record to every world, its upper limits, and how often it was measured; (worlds, N) each."""
     found = {
         "nats": _stacked([ledger.divergence(world) for world in ledger.worlds]),
@@ -451,7 +451,7 @@ def copies_of(dataset: Dataset) -> dict[str, Any]:
     return found
 
 
-def _leakage_facts(dataset: Dataset) -> dict[str, Any]:
+def dataset_facts(dataset: Dataset) -> dict[str, Any]:
     private, target = dataset.private_features, dataset.target
     facts: dict[str, Any] = {
         "class_names": list(dataset.class_names),

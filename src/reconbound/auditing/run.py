@@ -240,7 +240,7 @@ def facts_of(
     facts["accounting_budget"] = options.settings.budget
     facts["parameters"] = sum(p.numel() for p in learner.params.values())
     return files.Run(
-        data=_data_facts(dataset),
+        data=data_facts(dataset),
         mechanism={name: facts[name] for name in _MECHANISM},
         training={name: facts[name] for name in _TRAINING},
         guarantee=floors_of(dataset, options).to_dict(),
@@ -249,7 +249,7 @@ def facts_of(
     )
 
 
-def _data_facts(dataset: Dataset) -> dict[str, Any]:
+def data_facts(dataset: Dataset) -> dict[str, Any]:
     """Describes the data.
 
     For a table only names and declared ranges: categories and ranges read off the data are left out. For tokens only

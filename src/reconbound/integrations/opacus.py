@@ -2,7 +2,7 @@
 
     ledger = watch(optimizer, data_loader, criterion)      after make_private
     ...                                                    the training, as it was
-    ledger.max_success(0.01)
+    ledger.report("folder")
 
 The norms to which Opacus clips are read where it computes them, and the records of each batch where its sampler draws
 them. Nothing that is trained changes, and no random number is drawn from a global generator. What a divergence says:
@@ -12,8 +12,10 @@ docs/theory/any_attacker.md.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,9 +32,11 @@ from reconbound._internal.rng import derive, new_seed, random_states_kept
 from reconbound.accounting.accountant import FisherAccountant
 from reconbound.accounting.spec import Account
 from reconbound.bounds import Bound
+from reconbound.data import Dataset
 from reconbound.fisher.worlds import REMOVED
 from reconbound.integrations.clipped_norms import ClippedNorms, check_optimizer, clip_norm
 from reconbound.integrations.loaders import drawn_rate, forget_batches, poisson_sampler, record_batches
+from reconbound.integrations.reports import describe_parameters, records_of, write_report
 from reconbound.mechanisms.base import ADD_REMOVE
 from reconbound.validate.model import ReconboundWarning
 
@@ -87,7 +91,7 @@ class OpacusLedger:
 
     def __init__(self, optimizer: Any, loader: Any, sampler: Any, criterion: Any) -> None:
         self.steps, self.finished = 0, False
-        self._optimizer, self._sampler = optimizer, sampler
+        self._optimizer, self._loader, self._sampler = optimizer, loader, sampler
         device = next(iter(optimizer.params)).device
         self._ledger = FisherAccountant(
             Account(
@@ -190,6 +194,26 @@ class OpacusLedger:
         """
         bound = self.accountant.max_success(baseline)
         return replace(bound, assumes=(*bound.assumes, *self.statements))
+
+    def report(
+        self, folder: str | os.PathLike[str], *, dataset: Dataset | None = None, name: str = "training data"
+    ) -> Path:
+        """Closes the ledger and writes its report: the same folder and pages as those of an audit.
+
+        Args:
+            folder: a new or empty folder, or that of an earlier report of this training.
+            dataset: the records with their names, units and ranges, in the order of the loader's data set; None: as the
+                loader's data set gives them (images, token sequences or rows of numbers, each with its target).
+            name: of the data, for the pages.
+
+        Returns:
+            The page for the data's owner; report-public.html beside it may be shown.
+        """
+        ledger = self.finish()
+        records = records_of(self._loader, name) if dataset is None else dataset
+        if not isinstance(records, Dataset):
+            raise InputError("dataset", "must be what load_dataset returns", f"a {type(records).__name__}")
+        return write_report(folder, ledger, records, describe_parameters(self._optimizer))
 
     # --- as an accountant of Opacus ------------------------------------------------------
 

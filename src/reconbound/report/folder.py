@@ -44,6 +44,8 @@ _NUMBERS = (
 _LISTS = ("offset", "prior_variance", "private", "scale")
 #: Where the seed of a run is from that was not made up by the operating system.
 CHOSEN_SEED = "--seed: not for a release"
+#: Where the noise of a run is from that Opacus trained.
+TORCH_NOISE, SECURE_NOISE = "torch's generator (Opacus, secure_mode=False)", "Opacus's secure generator"
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,8 @@ class Run:
             declared, never those read off the data), inferred_ranges (whether any range was), unit, range (of a pixel).
         mechanism: noise_multiplier, max_grad_norm, sample_rate, steps, clip, sampler, runs (for confidence limits; one
             of them is released).
-        training: model (in words), parameters, lr, momentum, seed_from (CHOSEN_SEED, or who generated it) and
-            everything else that determines the training.
+        training: model (in words), parameters, lr, momentum, seed_from (CHOSEN_SEED, TORCH_NOISE, SECURE_NOISE, or who
+            generated it) and everything else that determines the training.
         guarantee: the calculator's answer, `Guarantee.to_dict()`.
         headline: its meaning in sentences, with the conditions that it rests on: those of the public page.
         accuracy: of the released model on test data, only where its owner chose to publish it.

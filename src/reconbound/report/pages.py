@@ -25,7 +25,18 @@ from reconbound._internal.files import CONFIDENTIAL, PUBLIC, write_whole
 from reconbound._internal.formatting import format_limit, format_percent
 from reconbound.mechanisms.base import read_protection, with_article
 from reconbound.report import charts, headline, text
-from reconbound.report.folder import CHOSEN_SEED, PUBLIC_REPORT, REPORT, Leakage, Run, line, nouns, read_audit, units
+from reconbound.report.folder import (
+    CHOSEN_SEED,
+    PUBLIC_REPORT,
+    REPORT,
+    TORCH_NOISE,
+    Leakage,
+    Run,
+    line,
+    nouns,
+    read_audit,
+    units,
+)
 from reconbound.report.formats import amount, beyond, chance, clean, guess_error, percent, plus_minus, span, templates
 from reconbound.report.records import cards, tiles
 from reconbound.report.success import SHOWN
@@ -166,8 +177,8 @@ def public_context(run: Run) -> dict[str, Any]:
     data, found = run.data, run.guarantee
     noun, part = nouns(run)
     caveats = [text.INFERRED] if data.get("inferred_ranges") else []
-    if run.training.get("seed_from") == CHOSEN_SEED:
-        caveats.append(f"The noise is {text.CHOSEN}")
+    if run.training.get("seed_from") in (CHOSEN_SEED, TORCH_NOISE):
+        caveats.append(f"The noise is {text.SEEDS[str(run.training['seed_from'])]}")
     any_attacker = headline.any_attacker_sentences(run) if read_protection(found).meaningful else []
     return {
         "title": f"{clean(data.get('name', 'data'), 80)}: what the training guarantees",

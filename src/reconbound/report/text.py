@@ -19,7 +19,7 @@ from reconbound.accounting.confidence import describe_one_run
 from reconbound.mechanisms import SampledGaussian
 from reconbound.mechanisms.base import BLIND, Protection
 from reconbound.mechanisms.calibrate import Calibration, calibrate
-from reconbound.report.folder import CHOSEN_SEED, Run
+from reconbound.report.folder import CHOSEN_SEED, SECURE_NOISE, TORCH_NOISE, Run
 from reconbound.report.formats import amount, count, paragraphs, plain, plus_minus, rough
 from reconbound.report.headline import BEYOND, any_attacker_sentences, model_caveats
 from reconbound.report.success import SHOWN
@@ -29,6 +29,12 @@ from reconbound.report.view import NO_LIMIT, View
 FEW, WEAK = 30, 10.0
 
 CHOSEN = "from a seed that was chosen by hand. Whoever guesses the seed can subtract the noise: no floor binds them."
+TORCH = (
+    "drawn by Opacus from torch’s generator (secure_mode=False). Whoever finds the generator’s seed or state can "
+    "subtract the noise: no floor binds them."
+)
+#: What is said of the noise, by where its seed is from.
+SEEDS = {CHOSEN_SEED: CHOSEN, TORCH_NOISE: TORCH, SECURE_NOISE: "drawn by Opacus from a secure generator."}
 INFERRED = (
     "Some columns’ ranges were read off the data before training. Another record could then change all inputs; ε and "
     "the floors do not account for that. Declare ranges by --range COLUMN=LOWEST:HIGHEST."
@@ -127,7 +133,7 @@ def columns_note(view: View) -> str:
 def _entries(template: str, run: Run, **context: Any) -> list[tuple[str, str]]:
     """Returns the entries of a template of plain text, (topic, text): they are set apart by blank lines."""
     seed = "from a seed that nobody else knows. Whoever learns the seed can subtract the noise."
-    seed = CHOSEN if run.training.get("seed_from") == CHOSEN_SEED else seed
+    seed = SEEDS.get(str(run.training.get("seed_from")), seed)
     mechanism = {"sampler": None, "clip": None, "runs": 1, **run.mechanism}
     shown = paragraphs(template, m=mechanism, seed=seed, **context)
     return [(topic, text.strip()) for topic, _, text in (entry.partition(": ") for entry in shown)]

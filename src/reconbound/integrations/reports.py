@@ -1,0 +1,207 @@
+"""The report of a ledger beside Opacus: the same folder and pages as an audit's."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import opacus
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from reconbound import __version__
+from reconbound._internal.checks import InputError, file_path
+from reconbound._internal.rng import random_states_kept
+from reconbound.accounting.accountant import FisherAccountant
+from reconbound.auditing.leakage import CONFIDENCE, chosen, copies_of, divergences_of
+from reconbound.auditing.priors import guess_of
+from reconbound.auditing.run import data_facts
+from reconbound.data import Dataset, Feature
+from reconbound.data.dataset import Pixels
+from reconbound.mechanisms.guarantee import guarantee
+from reconbound.report import build
+from reconbound.report import folder as files
+from reconbound.report.headline import public_headline
+
+_UNKNOWN = (
+    "What was made of the data before the training is not known here. The numbers hold where it used nothing of them: "
+    "no mean, range or vocabulary that was read off the data without noise of its own."
+)
+
+
+def write_report(
+    folder: str | os.PathLike[str], ledger: FisherAccountant, dataset: Dataset, training: dict[str, Any]
+) -> Path:
+    """Writes the folder and the two pages of a finished ledger.
+
+    Args:
+        folder: a new or empty folder, or that of an earlier report of a training with Opacus.
+        ledger: with a finished run or more.
+        dataset: the records, in the order of the ledger's.
+        training: what else is known of the training, for run.json.
+
+    Returns:
+        The page for the data's owner.
+    """
+    if len(dataset.inputs) != ledger.account.records:
+        raise InputError("dataset", f"must have the ledger's {ledger.account.records} records", len(dataset.inputs))
+    path = Path(file_path("folder", folder))
+    if (path / files.PLAN).exists():
+        raise InputError("folder", "must not be the folder of an audit", str(path))
+    files.prepare(path)
+    run, leakage = _run_of(ledger, dataset, training), _leakage_of(ledger, dataset)
+    leakage = replace(leakage, facts={**leakage.facts, "run": files.run_digest(run)})
+    for name in (files.RUN, files.REPORT, files.PUBLIC_REPORT):  # from here on the folder is unfinished
+        (path / name).unlink(missing_ok=True)
+    files.write_leakage(path, leakage)
+    files.write_run(path, run)
+    return build(path)[0]
+
+
+def _run_of(ledger: FisherAccountant, dataset: Dataset, training: dict[str, Any]) -> files.Run:
+    account = ledger.account
+    names = ("noise_multiplier", "max_grad_norm", "sample_rate", "steps", "clip", "sampler")
+    floors = guarantee(account.mechanism(), dim=max(1, len(dataset.scale)), low=0.0, high=1.0)
+    run = files.Run(
+        data={**data_facts(dataset), "inferred_ranges": False},  # the training knows nothing of these ranges
+        mechanism={**{name: getattr(account, name) for name in names}, "runs": ledger.runs},
+        training=training,
+        guarantee=floors.to_dict(),
+        software={
+            "reconbound": __version__,
+            "opacus": opacus.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        caveats={"data": _UNKNOWN, "model": f"These must hold: {'; '.join(ledger.caveats)}."},
+    )
+    return replace(run, headline=public_headline(run))
+
+
+def _leakage_of(ledger: FisherAccountant, dataset: Dataset) -> files.Leakage:
+    nats = divergences_of(ledger.divergences)
+    measured = nats["nats_measured"][0]
+    kept, most = chosen(nats["nats"][0], measured)
+    none = torch.zeros((0, len(measured)), dtype=torch.float64)
+    private, target = dataset.private_features, dataset.target
+    facts: dict[str, Any] = {
+        "rules": [],
+        "most": most,
+        "class_names": list(dataset.class_names),
+        "feature_names": [f.name for f in private] if dataset.kind == "table" else [],
+        "units": [f.unit for f in private] if dataset.kind == "table" else [],
+        "scale": dataset.scale.tolist(),
+        "offset": dataset.offset.tolist(),
+        "private": None if dataset.private is None else dataset.private.tolist(),
+        "target_name": "" if target is None else target.name,
+        "confidence": CONFIDENCE,
+        "task": dataset.task,
+        "inferred_ranges": False,
+        "notes": list(dataset.notes),
+        "copies": copies_of(dataset),
+        "worlds": [{"name": name, "kind": "removed", "reference": ""} for name in ledger.divergences.worlds],
+        "prior_variance": None,
+    }
+    if dataset.task == "number" and target is not None:
+        facts |= {"target_offset": target.low, "target_scale": target.high - target.low}
+    return files.Leakage(
+        dfil=none,
+        error=none,
+        measured=measured,
+        targets=torch.from_numpy(np.array(dataset.targets)),
+        kept=kept,
+        kept_inputs=torch.from_numpy(np.array(dataset.inputs[kept.numpy()])),
+        history_step=torch.zeros(0, dtype=torch.int64),
+        history=torch.zeros((0, 3), dtype=torch.float64),
+        accuracy_step=torch.zeros(0, dtype=torch.int64),
+        accuracy=torch.zeros(0, dtype=torch.float64),
+        guess=torch.from_numpy(guess_of(dataset)),
+        facts=facts,
+        **nats,
+    )
+
+
+# --- the records of a loader ---------------------------------------------------------------
+
+
+@random_states_kept()
+def records_of(loader: DataLoader[Any], name: str) -> Dataset:
+    """Returns the records of a loader's data set for a report: images, texts of tokens, or tables of numbers.
+
+    Of each record the first part is the input, the second the target. Their ranges are those of the data: they are
+    for the owner's page, and are not published.
+
+    Args:
+        loader: of the training.
+        name: of the data, for the pages.
+    """
+    records = [loader.dataset[i] for i in range(len(loader.dataset))]  # type: ignore[arg-type]
+    pairs = [r if isinstance(r, tuple | list) and len(r) > 1 else (r, 0) for r in records]
+    inputs, targets = ([np.asarray(pair[k]) for pair in pairs] for k in (0, 1))
+    ranks, kinds = {x.ndim for x in inputs}, {x.dtype.kind for x in inputs}
+    shapes = {x.shape for x in inputs}
+    if ranks == {1} and kinds <= set("iu"):
+        return _texts(name, inputs, targets)
+    if len(shapes) != 1 or not kinds <= set("fiub"):
+        why = "must be given: the records of the loader are neither images, nor token sequences, nor rows of numbers"
+        raise InputError("dataset", why, f"inputs of {len(shapes)} shapes")
+    x = np.nan_to_num(np.stack(inputs).astype(np.float64))
+    image = x.ndim == 4 and x.shape[1] in (1, 3, 4)
+    rows = x if image else x.reshape(len(x), -1)
+    low, high = (rows.min(), rows.max()) if image else (rows.min(0), rows.max(0))
+    if image and low >= 0 and high <= 1:
+        low, high = np.float64(0), np.float64(1)
+    width = np.where(high > low, high - low, 1.0)
+    scaled = ((rows - low) / width).astype(np.float32)
+    if image:
+        return _dataset(name, "image", scaled, Pixels(scaled.shape[1:], 1.0, ""), targets)
+    ends = zip(low.tolist(), (low + width).tolist(), strict=True)
+    features = [Feature(f"input {k}", "", a, b, declared=False) for k, (a, b) in enumerate(ends)]
+    return _dataset(name, "table", scaled, features, targets)
+
+
+def _texts(name: str, inputs: list[np.ndarray], targets: list[np.ndarray]) -> Dataset:
+    """Returns texts, the shorter ones filled up with token 0."""
+    length = max(len(x) for x in inputs)
+    tokens = np.zeros((len(inputs), max(1, length)), dtype=np.int64)
+    for row, x in zip(tokens, inputs, strict=True):
+        row[: len(x)] = x
+    features = [Feature(f"token {k}", declared=False, category=True) for k in range(tokens.shape[1])]
+    return _dataset(name, "tokens", tokens, features, targets)
+
+
+def _dataset(name: str, kind: str, x: np.ndarray, features: Sequence[Feature], targets: list[np.ndarray]) -> Dataset:
+    none = x[:0]
+    if {t.size for t in targets} != {1}:  # a target for each token: not shown
+        y, names = np.zeros(len(x), dtype=np.int64), ("all",)
+        return Dataset(name, kind, x, y, none, y[:0], features, class_names=names)
+    flat = np.array([t.reshape(()) for t in targets])
+    if flat.dtype.kind in "iub":
+        labels, codes = np.unique(flat, return_inverse=True)
+        y = codes.reshape(-1).astype(np.int64)
+        return Dataset(name, kind, x, y, none, y[:0], features, class_names=tuple(map(str, labels.tolist())))
+    low, high = float(flat.min()), float(flat.max())
+    width = high - low if high > low else 1.0
+    y = ((flat - low) / width).astype(np.float32)
+    target = Feature("target", "", low, low + width, declared=False, private=False)
+    return Dataset(name, kind, x, y, none, y[:0], features, task="number", target=target)
+
+
+def describe_parameters(optimizer: Any) -> dict[str, Any]:
+    """Returns what run.json says of a training with Opacus, beside its mechanism."""
+    parameters: list[Tensor] = list(optimizer.params)
+    inner = type(optimizer.original_optimizer).__name__
+    return {
+        "model": f"trained by Opacus with {inner}",
+        "parameters": sum(p.numel() for p in parameters),
+        "clipping": type(optimizer).__name__,
+        "expected_batch_size": optimizer.expected_batch_size,
+        "loss_reduction": optimizer.loss_reduction,
+        "seed_from": files.SECURE_NOISE if optimizer.secure_mode else files.TORCH_NOISE,
+    }
