@@ -29,8 +29,8 @@ from reconbound.divergences import pair_kl_bound, poisson_kl, poisson_pair_kl
 from reconbound.fisher.worlds import REMOVED, StepDistances
 from reconbound.mechanisms.base import ADD_REMOVE, REPLACE_ONE
 
-#: Batches whose norms are added together.
-_BATCHES = 32
+#: Batches whose norms are added together, and the number of pairs of worlds from which their divergences are computed.
+_BATCHES, _PAIRS = 32, 1024
 
 
 class DivergenceLedger(Ledger):
@@ -54,6 +54,7 @@ class DivergenceLedger(Ledger):
         super().__init__(device, keep_at)
         self.account, self.from_batches, self._by_information = account, False, False
         self._pending: list[tuple[Tensor, Tensor, float]] = []  # records, clipped norms and weight of some batches
+        self._pending_pairs: list[tuple[tuple[int, Tensor, float, bool], tuple[Tensor, Tensor, Tensor]]] = []
         if not (worlds is None or isinstance(worlds, list | tuple)) or not all(
             isinstance(w, str) for w in worlds or ()
         ):
@@ -126,11 +127,17 @@ class DivergenceLedger(Ledger):
             self.settle()
 
     def settle(self) -> None:
-        """Adds what is pending of `add_norms`: many batches at a time cost little more than one."""
+        """Adds what is pending of `add_norms` and `add`: many batches at a time cost little more than one."""
         pending, self._pending = self._pending, []
         for weight, some in groupby(pending, key=itemgetter(2)):
             indices, norms, _ = zip(*some, strict=True)
             self._add_norms(torch.cat(indices), torch.cat(norms), weight, False)
+        pairs, self._pending_pairs = self._pending_pairs, []
+        if pairs:
+            joined = (torch.cat(parts) for parts in zip(*(found for _, found in pairs), strict=True))
+            each = self._pair_nats(*joined).split([len(index) for (_, index, _, _), _ in pairs])
+            for ((k, index, weight, stratified), _), nats in zip(pairs, each, strict=True):
+                self._add(k, index, nats, weight, stratified)
 
     def _add_norms(self, index: Tensor, clipped_norm: Tensor, weight: float, stratified: bool) -> None:
         nats = removed_nats(self._scaled(clipped_norm), self.reach, self.account.sample_rate)
@@ -148,7 +155,10 @@ class DivergenceLedger(Ledger):
         for name in self.worlds:
             if name != REMOVED:
                 norms = (found.clipped_norm, found.other_norm[name], found.squared_distance[name])
-                self._add(self.index(name), index, self._pair_nats(*norms), weight, stratified)
+                a, b, squares = (value.detach().to(self.device, torch.float64) for value in norms)
+                self._pending_pairs.append(((self.index(name), index, weight, stratified), (a, b, squares)))
+        if sum(len(index) for (_, index, _, _), _ in self._pending_pairs) >= _PAIRS:
+            self.settle()
 
     def _pair_nats(self, norm: Tensor, other: Tensor, squared_distance: Tensor) -> Tensor:
         """Returns k(a, b)/q: the divergence of a step for a record, over its chance to take part.
@@ -215,7 +225,7 @@ class DivergenceLedger(Ledger):
 
     def clear_run(self) -> None:
         """Empties everything of the present run."""
-        self._pending = []
+        self._pending, self._pending_pairs = [], []
         super().clear_run()
         if self.worlds:
             for values in (self.state["nats_times"], self.state["nats_last"], self.state["nats_weights"][0]):
@@ -223,7 +233,7 @@ class DivergenceLedger(Ledger):
 
     def restore(self, tensors: Mapping[str, Tensor], runs: int) -> None:
         """Restores the tensors and the number of finished runs; what was pending is dropped."""
-        self._pending = []
+        self._pending, self._pending_pairs = [], []
         super().restore(tensors, runs)
 
     def merge(self, other: Ledger) -> None:

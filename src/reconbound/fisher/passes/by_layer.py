@@ -13,7 +13,9 @@ one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import copy
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -181,6 +183,11 @@ class LayerPass:
             other_weights: w' of each record, (B,).
         """
         pairs: list[list[Pair]] = []
+        scales = [self._wide(w).reshape(-1, 1) for w in (weights, other_weights)]
+        formed = {
+            name: scales[0] * mine.flatten(1) - scales[1] * other.formed[name].flatten(1)
+            for name, mine in self.formed.items()
+        }
         for a, delta, a2, delta2 in zip(self.inputs, self.deltas, other.inputs, other.deltas, strict=True):
             one, two = (
                 (d * self._wide(w).reshape(-1, *(1,) * (d.dim() - 1)))
@@ -190,20 +197,29 @@ class LayerPass:
                 pairs.append([(a, one - two), (a - a2, two)])
             else:
                 pairs.append([(a, one), (a2, -two)])
-        return self._squares_of(pairs)
+        return self._squares_of(pairs, formed)
 
     def rows(self, rows: slice) -> LayerPass:
         """Returns the pass of some rows of the batch, for `squared_distances`."""
         found = copy(self)
-        found.losses, found.formed, found.columns = self.losses[rows], {}, {}
+        found.losses, found.columns = self.losses[rows], {}
+        found.formed = {name: gradients[rows] for name, gradients in self.formed.items()}
         found.inputs, found.deltas = [a[rows] for a in self.inputs], [d[rows] for d in self.deltas]
         return found
 
-    def _squares_of(self, pairs: list[list[Pair]]) -> Tensor:
-        """Returns the squared norm of the gradients that pairs (a, δ) of each use make, (B,), in float64."""
+    def _squares_of(self, pairs: list[list[Pair]], known: Mapping[str, Tensor] = MappingProxyType({})) -> Tensor:
+        """Returns the squared norm of the gradients that pairs (a, δ) of each use make, (B,), in float64.
+
+        Args:
+            pairs: of each use.
+            known: such gradients that were formed before, by name.
+        """
         found: list[Tensor] = []
-        formed = [self._bias_direction(uses, pairs) for uses in self.bias_uses.values()]
+        formed = [*known.values()]
+        formed += [self._bias_direction(uses, pairs) for name, uses in self.bias_uses.items() if name not in known]
         for name, uses in self.weight_uses.items():
+            if name in known:
+                continue
             gradients, factors = self._formed(name, uses, pairs)
             if gradients is None:
                 found.append(products.summed_squares(factors))
