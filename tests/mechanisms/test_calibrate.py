@@ -35,7 +35,8 @@ def check(mechanism, target, name, **space):
     assert found.target == target
     assert found.bound.value >= target
     assert found.bound == floor(name, found.mechanism, **space)
-    less = found.noise * (1 - 3e-6)
+    rough = name == "rate_distortion" and isinstance(mechanism, SampledGaussian)  # loss distributions are on a grid
+    less = found.noise * (1 - (0.011 if rough else 3e-6))
     if found.noise > SMALLEST_NOISE:
         assert floor(name, with_noise(mechanism, less), **space).value < target
     return found
@@ -111,13 +112,15 @@ def test_smallest_noise_is_returned_when_it_is_enough():
 
 
 def test_target_met_without_noise_is_reported():
-    """Le Cam's floor of sampled steps is at least (1 − q)ᵀ/4 whatever the noise; no other floor is."""
+    """Floors of sampled steps for any attacker are at least (1 − q)ᵀ/4 whatever the noise; no others are."""
     never = 0.995**50
     found = calibrate(SampledGaussian(1.0, 0.005, 50), 0.16, bound="lecam")
     assert found.without_noise == pytest.approx(never)
-    assert floor("lecam", SampledGaussian(1e-30, 0.005, 50)).value == pytest.approx(never / 4)
+    for name in ("lecam", "rate_distortion"):
+        assert floor(name, SampledGaussian(1e-30, 0.005, 50)).value == pytest.approx(never / 4)
+        assert calibrate(SampledGaussian(1.0, 0.005, 50), 0.16, bound=name).without_noise == found.without_noise
     assert calibrate(SampledGaussian(1.0, 0.005, 50), never / 4 + 1e-3, bound="lecam").without_noise is None
-    assert calibrate(SampledGaussian(1.0, 0.005, 50), 0.1).without_noise is None
+    assert calibrate(SampledGaussian(1.0, 0.005, 50), 0.1, bound="theorem1").without_noise is None
     assert calibrate(OutputPerturbation(10**9, 100.0, 1.0), 1e-9, bound="lecam").without_noise is None
 
 

@@ -11,6 +11,7 @@ from scipy.integrate import quad
 from scipy.stats import binom
 
 from reconbound._internal.checks import InputError
+from reconbound.bounds import rate_distortion
 from reconbound.mechanisms import Event, SampledGaussian, as_mechanism
 from reconbound.mechanisms.dp_accounting import leaves
 from reconbound.mechanisms.guarantee import floor, guarantee
@@ -208,7 +209,9 @@ def test_a_pld_is_accepted_wherever_a_mechanism_is():
     assert found.epsilon is None
     assert 0.4 < found.epsilon_add_remove <= 0.5
     assert found["theorem1"].value == 0.0  # nothing of order 2 is known about replacing
-    assert found["rate_distortion"].vacuous  # 6e-17 at infinity, and no finite KL follows
+    assert found.mechanism.kl() == math.inf  # 6e-17 at infinity
+    exact = rate_distortion(0.5 + math.expm1(-0.5), dim=10).value  # KL of Laplace laws half a scale apart
+    assert exact * (1 - 1e-4) < found["rate_distortion"].value <= exact
     x = np.linspace(-60, 60, 100_001)  # two records, Laplace noise of scale 2 around ±1
     p, q = np.exp(-np.abs(x - 1) / 2), np.exp(-np.abs(x + 1) / 2)
     assert 0 < found["lecam"].value <= 0.25 * np.sum(2 * p * q / (p + q)) / np.sum(p)

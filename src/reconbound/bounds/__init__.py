@@ -3,7 +3,7 @@
 Unbiased attackers: `theorem1`, `by_position`, `corners` (order-2 Rényi DP); `theorem2`, `from_trace`,
 `from_spectral_norm`, `per_feature`, `per_group` (Fisher information).
 Any attacker: `van_trees`, `van_trees_trace`, `box_minimax` (Fisher information); `lecam` with `overlap_from_…`;
-`rate_distortion`, `corners_floor`, `uniform_floor`, `ball_floor`, `gaussian_floor` (KL); `layer_cake` (chances);
+`rate_distortion`, `corners_floor`, `uniform_floor`, `ball_floor`, `gaussian_floor` (KL; `Parts`); `layer_cake`;
 `success_from_kl`, `membership_from_kl`, `two_point_floor`, `entropy_power_floor`, `wrong_category_floor`,
 `mean_van_trees` (the ledgers); `success_estimate` is no bound.
 """
@@ -28,6 +28,7 @@ from reconbound.bounds.divergence_success import (
     two_point_floor,
     wrong_category_floor,
 )
+from reconbound.bounds.parts import Parts, parts_by_draws, parts_from_dp, parts_from_losses, parts_gaussian
 from reconbound.bounds.rate_distortion import ball_floor, corners_floor, gaussian_floor, rate_distortion, uniform_floor
 from reconbound.bounds.success import (
     layer_cake,
@@ -52,6 +53,7 @@ from reconbound.bounds.unbiased import (
 
 __all__ = [
     "Bound",
+    "Parts",
     "ball_floor",
     "box_minimax",
     "by_position",
@@ -71,6 +73,10 @@ __all__ = [
     "overlap_from_order2",
     "overlap_from_pure",
     "overlap_from_renyi",
+    "parts_by_draws",
+    "parts_from_dp",
+    "parts_from_losses",
+    "parts_gaussian",
     "per_feature",
     "per_group",
     "prior_from_records",

@@ -12,6 +12,7 @@ from reconbound._internal.checks import InputError, choice, number, whole
 from reconbound._internal.formatting import format_limit, format_percent
 from reconbound.bounds import overlap_from_order2, rero_from_order2
 from reconbound.bounds.bound import log_expm1
+from reconbound.bounds.parts import Parts, whole_release
 
 REPLACE_ONE, ADD_REMOVE = "replace-one", "add/remove"
 ADJACENCIES = (REPLACE_ONE, ADD_REMOVE)
@@ -154,6 +155,14 @@ class Mechanism(ABC):
     def kl(self) -> float:
         """Returns the KL divergence to a release that does not depend on the record, in nats (at most `order2`)."""
         return self.order2()
+
+    def quick_parts(self) -> tuple[Parts, ...]:
+        """Returns parts of the release that carry few nats, in closed form: each gives a rate–distortion floor."""
+        return (whole_release(self.kl(), self.kl_neighbours),)
+
+    def parts(self) -> tuple[Parts, ...]:
+        """Returns all that is known of such parts, also from loss distributions, which take longer."""
+        return self.quick_parts()
 
     def overlap(self) -> float:
         """Returns a lower bound on 1 − LC under replace-one."""

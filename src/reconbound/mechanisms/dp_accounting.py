@@ -18,6 +18,7 @@ import numpy as np
 from reconbound import divergences as renyi
 from reconbound._internal.checks import InputError, choice, number, whole
 from reconbound.bounds import overlap_from_losses
+from reconbound.bounds.parts import Parts
 from reconbound.mechanisms import privacy_loss
 from reconbound.mechanisms.base import ADD_OR_ZERO, ADD_REMOVE, ADJACENCIES, REPLACE_ONE, Mechanism
 from reconbound.mechanisms.sampled_gaussian import SampledGaussian
@@ -32,7 +33,8 @@ class PLD(Mechanism):
     record; order 2 and (ε, δ) under replace-one are not known.
 
     Optimistic distributions (pessimistic_estimate=False) are refused: their ε is a lower bound, and floors would be
-    too high. Order 2 and KL are infinite where the distribution has mass at infinity, as truncated ones do.
+    too high. Order 2 and KL are infinite where the distribution has mass at infinity, as truncated ones do; floors for
+    any attacker do not need them.
     """
 
     pld: Any
@@ -66,6 +68,9 @@ class PLD(Mechanism):
     def kl(self) -> float:
         return self._worst(lambda losses, mass: float(np.sum(mass * losses)))
 
+    def parts(self) -> tuple[Parts, ...]:
+        return (*super().parts(), privacy_loss.worse_parts(self.pld, self.adjacency))
+
     def overlap(self) -> float:
         """Returns a lower bound on 1 − LC under replace-one.
 
@@ -94,8 +99,7 @@ class PLD(Mechanism):
         vacuous, why = [], []
         if self.order2() == math.inf:
             vacuous += ["theorem1", "corners"]
-        if self.kl() == math.inf:
-            vacuous += ["rate_distortion"]
+        if self.adjacency == REPLACE_ONE and vacuous:
             why += ["it has mass at infinity, as dp-accounting's cut tails do"]
         if self.adjacency != REPLACE_ONE:
             why += ["it is for add/remove, and bounds no order-2 divergence under replace-one"]
@@ -128,6 +132,10 @@ class Event(Mechanism):
 
     def kl(self) -> float:
         return math.fsum(count * leaf.kl for leaf, count in leaves(self.event))
+
+    def parts(self) -> tuple[Parts, ...]:
+        pld = self._plds[ADD_REMOVE]
+        return super().parts() if pld is None else (*super().parts(), privacy_loss.parts(pld, ADD_REMOVE))
 
     @cached_property
     def _plds(self) -> dict[str, Any]:

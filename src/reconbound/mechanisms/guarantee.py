@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from reconbound._internal.checks import InputError, choice, number
@@ -149,7 +150,7 @@ class Guarantee:
 FLOORS = ("theorem1", "theorem1_paper", "corners", "lecam", "rate_distortion")
 
 
-def _box_floor(name: str, mechanism: Mechanism, space: DataSpace) -> Bound | None:
+def _box_floor(name: str, mechanism: Mechanism, space: DataSpace, quick: bool) -> Bound | None:
     """Returns one floor on the box of the data space; None where the mechanism does not have it."""
     sides: dict[str, Any] = {"widths": space.side, "dim": space.dim}
     if name == "theorem1":
@@ -159,12 +160,8 @@ def _box_floor(name: str, mechanism: Mechanism, space: DataSpace) -> Bound | Non
     if name == "lecam":
         return lecam(mechanism.overlap(), **sides)
     if name == "rate_distortion":
-        found = rate_distortion(mechanism.kl(), **sides)
-        if space.whole_ball is not None:
-            ball = ball_floor(mechanism.kl(), space.whole_ball, space.dim)
-            if ball.value > found.value:
-                found = replace(found, value=ball.value, theorem=ball.theorem)
-        return replace(found, adjacency=mechanism.kl_neighbours)
+        found = mechanism.quick_parts() if quick else mechanism.parts()
+        return max((parts.best(partial(_nats_floor, space=space)) for parts in found), key=_value)
     epsilon = mechanism.order2_paper()
     if epsilon is None:
         return None
@@ -173,6 +170,32 @@ def _box_floor(name: str, mechanism: Mechanism, space: DataSpace) -> Bound | Non
     assumes, theorem = (*bound.assumes, note), "Theorem 1, the paper's line (not proved)"
     neighbours = mechanism.paper_neighbours
     return replace(bound, name=name, theorem=theorem, proved=False, adjacency=neighbours, assumes=assumes)
+
+
+def _nats_floor(nats: float, space: DataSpace) -> Bound:
+    """Returns the rate–distortion floor on the box of the data space, or on its ball where that is higher."""
+    found = rate_distortion(nats, widths=space.side, dim=space.dim)
+    if space.whole_ball is None:
+        return found
+    ball = ball_floor(nats, space.whole_ball, space.dim)
+    return replace(found, value=ball.value, theorem=ball.theorem) if ball.value > found.value else found
+
+
+def _value(bound: Bound) -> float:
+    return float(bound.value)
+
+
+def floor_on(name: str, mechanism: Mechanism, space: DataSpace, *, quick: bool = False) -> Bound | None:
+    """Returns one floor of a mechanism on a data space; None where the mechanism does not have it.
+
+    Args:
+        name: as in `floor`.
+        mechanism: the release.
+        space: the data space.
+        quick: leave out loss distributions in `rate_distortion`, which is then lower at some noise.
+    """
+    bound = _box_floor(name, mechanism, space, quick)
+    return None if bound is None else space.adapt(bound)
 
 
 def floor(
@@ -210,11 +233,9 @@ def floor(
     if not isinstance(units, str):
         raise InputError("units", "must be text", units)
     m = as_mechanism(mechanism)
-    space = data_space(dim, low, high, m.radius if radius is None else radius)
-    bound = _box_floor(name, m, space)
+    bound = floor_on(name, m, data_space(dim, low, high, m.radius if radius is None else radius))
     if bound is None:
         return None
-    bound = space.adapt(bound)
     guess = bound.guess if baseline is None else number("baseline", baseline, above=0.0)
     return replace(bound, sampler=m.sampler, assumes=(*bound.assumes, *m.assumes()), guess=guess, units=units)
 

@@ -15,6 +15,7 @@ from scipy.special import lambertw
 from reconbound import divergences as renyi
 from reconbound._internal.checks import InputError, choice, flag, number, whole
 from reconbound.bounds import rero_from_gdp
+from reconbound.bounds.parts import Parts, parts_gaussian
 from reconbound.mechanisms import privacy_loss
 from reconbound.mechanisms.base import ADD_OR_ZERO, ADJACENCIES, REPLACE_ONE, Mechanism
 
@@ -172,6 +173,9 @@ class OutputPerturbation(Mechanism):
 
     def kl(self) -> float:
         return self.m**2 / 2
+
+    def quick_parts(self) -> tuple[Parts, ...]:
+        return (*super().quick_parts(), parts_gaussian(self.m, self.kl_neighbours))
 
     def overlap(self) -> float:
         return renyi.overlap_poisson(self.replace_one_shift / 2, 1.0)

@@ -19,6 +19,7 @@ import numpy as np
 
 from reconbound._internal.checks import InputError, numbers
 from reconbound.bounds import rero_from_curve
+from reconbound.bounds.parts import Parts, both_directions, parts_from_losses
 
 LARGEST_SHIFT = 60.0  # beyond it one step tells all there is to tell, and the grid would be huge
 _LARGEST_LOSS = 1e4  # a total loss of e^10000 is no protection
@@ -299,6 +300,28 @@ def directions(pld: Any) -> list[tuple[np.ndarray, np.ndarray, float]]:
         infinite = max(float(dense._infinity_mass), 0.0)  # a tail of rounding, cut off, can be negative
         found.append((losses, np.asarray(dense._probs), infinite))
     return found
+
+
+def parts(pld: Any, neighbours: str) -> Parts:
+    """Returns parts of the release with the record that carry few nats towards that without it.
+
+    Args:
+        pld: a privacy loss distribution of ours, or of dp-accounting's mechanisms.
+        neighbours: names the releases that it compares.
+    """
+    return parts_from_losses(*directions(pld)[0], neighbours, rounding=rounding(pld))
+
+
+def worse_parts(pld: Any, neighbours: str) -> Parts:
+    """Returns the same for the worse of both directions, where it is not sure which of the releases has the record.
+
+    Args:
+        pld: a privacy loss distribution.
+        neighbours: names the releases that it compares.
+    """
+    off = rounding(pld)
+    curves = [parts_from_losses(*direction, neighbours, rounding=off) for direction in directions(pld)]
+    return both_directions(curves[0], curves[-1])
 
 
 def gaussian_epsilon(shift: float, target_delta: float) -> float:

@@ -13,6 +13,7 @@ from reconbound import divergences as renyi
 from reconbound._internal.checks import choice, number, whole
 from reconbound._internal.formatting import format_limit
 from reconbound.bounds.bound import from_log
+from reconbound.bounds.parts import Parts, parts_from_dp
 from reconbound.mechanisms import base
 from reconbound.mechanisms.base import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, Mechanism
 
@@ -102,6 +103,9 @@ class DP(_Reported):
     def kl(self) -> float:
         return renyi.kl_pure(self.epsilon) if self.delta == 0 else math.inf
 
+    def quick_parts(self) -> tuple[Parts, ...]:
+        return (*super().quick_parts(), parts_from_dp(self.epsilon, self.delta, self.neighbours))
+
     def overlap(self) -> float:
         return bounds.overlap_from_pure(*self._replace_one())
 
@@ -130,8 +134,8 @@ class DP(_Reported):
             notes.append(f"{follows}: ({format_limit(eps, 6)}, {format_limit(delta)}).")
         if self.delta > 0:
             notes.append(
-                "(ε, δ) allows that with chance δ everything is revealed: theorem1, corners and rate_distortion say "
-                "nothing from it. Describe the mechanism itself (its noise) for all floors."
+                "(ε, δ) allows that with chance δ everything is revealed: theorem1 and corners say nothing from it. "
+                "Describe the mechanism itself (its noise) for all floors."
             )
         return tuple(notes)
 

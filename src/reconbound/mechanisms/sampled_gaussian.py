@@ -11,6 +11,7 @@ import numpy as np
 
 from reconbound import divergences as renyi
 from reconbound._internal.checks import InputError, choice, number, numbers, whole
+from reconbound.bounds.parts import Parts, parts_by_draws, parts_gaussian
 from reconbound.mechanisms import privacy_loss
 from reconbound.mechanisms.base import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT, Mechanism
 
@@ -126,6 +127,18 @@ class SampledGaussian(Mechanism):
     def kl(self) -> float:
         step = renyi.poisson_kl if self.sampler != "fixed" else renyi.kl_fixed
         return self.steps * step(self.m, self.sample_rate)
+
+    def quick_parts(self) -> tuple[Parts, ...]:
+        if self.sample_rate == 1:
+            closed = parts_gaussian(self.m * math.sqrt(self.steps), self.kl_neighbours)
+        else:
+            closed = parts_by_draws(self.m, self.sample_rate, self.steps, self.kl_neighbours)
+        return (*super().quick_parts(), closed)
+
+    def parts(self) -> tuple[Parts, ...]:
+        neighbours = ADD_REMOVE if self.sampler == "poisson" else REPLACE_ONE
+        pld = None if self.sample_rate == 1 else self._pld(neighbours)
+        return self.quick_parts() if pld is None else (*self.quick_parts(), privacy_loss.parts(pld, neighbours))
 
     def overlap(self) -> float:
         if self.sampler != "fixed":
