@@ -27,7 +27,9 @@ _HOME = {
     "check_batch": "validate",
     "check_model": "validate",
     "clipped_gradient_sum": "fisher",
+    "Risks": "mechanisms.risk",
     "floor": "mechanisms.guarantee",
+    "risks": "mechanisms.risk",
     "guarantee": "mechanisms.guarantee",
     "DP": "mechanisms",
     "PrivateLogisticRegression": "linear",
@@ -61,6 +63,7 @@ __all__ = [
     "ProbeOptions",
     "RenyiDP",
     "Replacement",
+    "Risks",
     "SampledGaussian",
     "Settings",
     "StepDistances",
@@ -76,6 +79,7 @@ __all__ = [
     "guarantee",
     "load_dataset",
     "load_release",
+    "risks",
     "step_distances",
     "step_information",
 ]
@@ -99,6 +103,7 @@ if TYPE_CHECKING:
     from reconbound.linear import PrivateLogisticRegression, PrivateRidge
     from reconbound.mechanisms import DP, PLD, Mechanism, OutputPerturbation, RenyiDP, SampledGaussian
     from reconbound.mechanisms.guarantee import Guarantee, floor, guarantee
+    from reconbound.mechanisms.risk import Risks, risks
     from reconbound.training.private_sgd import PrivateSGD, Settings
     from reconbound.validate import check_batch, check_model
 

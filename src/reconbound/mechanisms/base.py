@@ -13,6 +13,8 @@ from reconbound._internal.formatting import format_limit, format_percent
 from reconbound.bounds import overlap_from_order2, rero_from_order2
 from reconbound.bounds.bound import log_expm1
 from reconbound.bounds.parts import Parts, whole_release
+from reconbound.bounds.trade_off import ChiSquareTradeOff, DPTradeOff, Least, TradeOff
+from reconbound.mechanisms import privacy_loss
 
 REPLACE_ONE, ADD_REMOVE = "replace-one", "add/remove"
 ADJACENCIES = (REPLACE_ONE, ADD_REMOVE)
@@ -179,6 +181,30 @@ class Mechanism(ABC):
         if choice("adjacency", adjacency, ADJACENCIES) != REPLACE_ONE:
             return None
         return epsilon_from_order2(self.order2(), delta)
+
+    def _pld(self, adjacency: str) -> Any:
+        """Returns dp-accounting's privacy loss distribution between these neighbours; None where none is known."""
+        return None
+
+    def trade_off(self, adjacency: str = REPLACE_ONE) -> TradeOff | None:
+        """Returns the trade-off curve: how well any test tells neighbouring releases apart; None where not known.
+
+        Args:
+            adjacency: "replace-one" or "add/remove".
+
+        Guarantee: no test between such neighbours, in either direction, has a larger true-positive rate.
+        """
+        curves: list[TradeOff] = []
+        if choice("adjacency", adjacency, ADJACENCIES) == REPLACE_ONE:
+            curves.append(ChiSquareTradeOff(self.order2()))
+        pld = self._pld(adjacency)
+        if pld is not None:
+            curves.append(privacy_loss.trade_off(pld))
+        if not curves:
+            return None
+        if self.never_drawn > 0:  # without the record in any batch both releases are the same
+            curves.append(DPTradeOff(0.0, min(1.0 - self.never_drawn + 1e-15, 1.0)))
+        return Least(curves)
 
     def membership_advantage(self) -> float:
         """Returns the largest advantage of a test between replace-one neighbours."""

@@ -19,6 +19,7 @@ from reconbound import divergences as renyi
 from reconbound._internal.checks import InputError, choice, number, whole
 from reconbound.bounds import overlap_from_losses
 from reconbound.bounds.parts import Parts
+from reconbound.bounds.trade_off import TradeOff
 from reconbound.mechanisms import privacy_loss
 from reconbound.mechanisms.base import ADD_OR_ZERO, ADD_REMOVE, ADJACENCIES, REPLACE_ONE, Mechanism
 from reconbound.mechanisms.sampled_gaussian import SampledGaussian
@@ -80,6 +81,12 @@ class PLD(Mechanism):
         known = max(known - 2 * privacy_loss.rounding(self.pld), 0.0)
         return known if self.adjacency == REPLACE_ONE else max(1 - 4 * (1 - known), 0.0)
 
+    def trade_off(self, adjacency: str = REPLACE_ONE) -> TradeOff | None:
+        if choice("adjacency", adjacency, ADJACENCIES) == self.adjacency:
+            return privacy_loss.trade_off(self.pld)
+        # from a record to none, and from none to another one
+        return privacy_loss.trade_off(self.pld).group(2) if adjacency == REPLACE_ONE else None
+
     def epsilon_at(self, delta: float, adjacency: str = REPLACE_ONE) -> float | None:
         number("delta", delta, above=0.0, below=1.0)
         own = choice("adjacency", adjacency, ADJACENCIES) == self.adjacency
@@ -140,6 +147,9 @@ class Event(Mechanism):
     @cached_property
     def _plds(self) -> dict[str, Any]:
         return {adjacency: event_pld(self.event, adjacency == REPLACE_ONE) for adjacency in ADJACENCIES}
+
+    def _pld(self, adjacency: str) -> Any:
+        return self._plds[adjacency]
 
     def overlap(self) -> float:
         pld, simple = self._plds[REPLACE_ONE], super().overlap()

@@ -16,6 +16,7 @@ from reconbound import divergences as renyi
 from reconbound._internal.checks import InputError, choice, flag, number, whole
 from reconbound.bounds import rero_from_gdp
 from reconbound.bounds.parts import Parts, parts_gaussian
+from reconbound.bounds.trade_off import GaussianTradeOff, TradeOff
 from reconbound.mechanisms import privacy_loss
 from reconbound.mechanisms.base import ADD_OR_ZERO, ADJACENCIES, REPLACE_ONE, Mechanism
 
@@ -179,6 +180,10 @@ class OutputPerturbation(Mechanism):
 
     def overlap(self) -> float:
         return renyi.overlap_poisson(self.replace_one_shift / 2, 1.0)
+
+    def trade_off(self, adjacency: str = REPLACE_ONE) -> TradeOff:
+        replaced = choice("adjacency", adjacency, ADJACENCIES) == REPLACE_ONE
+        return GaussianTradeOff(self.replace_one_shift if replaced else self.m)
 
     def epsilon_at(self, delta: float, adjacency: str = REPLACE_ONE) -> float | None:
         number("delta", delta, above=0.0, below=1.0)

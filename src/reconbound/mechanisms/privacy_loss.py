@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from reconbound._internal.checks import InputError, numbers
-from reconbound.bounds import rero_from_curve
+from reconbound._internal.checks import InputError
 from reconbound.bounds.parts import Parts, both_directions, parts_from_losses
+from reconbound.bounds.trade_off import Least, ProfileTradeOff, TradeOff, Worst
 
 LARGEST_SHIFT = 60.0  # beyond it one step tells all there is to tell, and the grid would be huge
 _LARGEST_LOSS = 1e4  # a total loss of e^10000 is no protection
@@ -246,6 +246,24 @@ def _smallest_epsilon(losses: np.ndarray, mass: np.ndarray, infinite: float, tar
     return max(float(found[k]), 0.0)
 
 
+def trade_off(pld: Any) -> TradeOff:
+    """Returns the trade-off curve of a distribution: the worse of its two directions, at every point.
+
+    Few false negatives are many false positives of the other direction, where the distribution is exact to small
+    chances: both are used.
+
+    Args:
+        pld: a privacy loss distribution.
+    """
+    missing = rounding(pld)
+    found = directions(pld)
+    own = [ProfileTradeOff(losses, _deltas(losses, mass, inf) + missing) for losses, mass, inf in found]
+    if len(own) == 1:
+        return Least([own[0], own[0].mirrored()])
+    remove, add = own
+    return Worst([Least([remove, add.mirrored()]), Least([add, remove.mirrored()])])
+
+
 def rero(pld: Any, kappa: Any) -> Any:
     """Returns min_ε {e^ε κ + δ(ε)} over the distribution's grid, for the worse of its two directions.
 
@@ -253,32 +271,7 @@ def rero(pld: Any, kappa: Any) -> Any:
         pld: a privacy loss distribution.
         kappa: κ, one number or an array.
     """
-    kappa = numbers("kappa", kappa)
-    worst = np.zeros(np.shape(kappa))
-    for losses, mass, infinite in directions(pld):
-        curve = _deltas(losses, mass, infinite)
-        if np.size(kappa) <= 16:
-            found = rero_from_curve(kappa, losses, curve)
-        else:
-            near = zip(np.ravel(kappa), _best(np.ravel(kappa), losses, curve), strict=True)
-            best = [rero_from_curve(k, losses[i - 2 : i + 2], curve[i - 2 : i + 2]) for k, i in near]
-            found = np.reshape(best, np.shape(kappa))
-        worst = np.maximum(worst, found)
-    return np.minimum(worst + rounding(pld), 1.0)[()]
-
-
-def _best(kappa: np.ndarray, losses: np.ndarray, deltas: np.ndarray) -> np.ndarray:
-    """Returns where e^ε κ + δ(ε) is smallest.
-
-    δ is convex in e^ε, so the search goes on while it falls by more than κ(e^ε′ − e^ε). Any ε gives a bound: rounding
-    in the search costs tightness, never soundness.
-    """
-    with np.errstate(divide="ignore"):
-        log_kappa, log_drop = np.log(kappa), np.log(np.maximum(-np.diff(deltas), 1e-320))
-    limit = log_drop - losses[:-1] - math.log(math.expm1(losses[1] - losses[0])) if len(losses) > 1 else log_drop
-    limit = np.maximum.accumulate(limit[::-1])
-    best = len(limit) - np.searchsorted(limit, log_kappa, side="right")
-    return np.asarray(np.clip(best, 2, max(len(losses) - 1, 2)))
+    return trade_off(pld).tpr(kappa)
 
 
 def _deltas(losses: np.ndarray, mass: np.ndarray, infinite: float) -> np.ndarray:

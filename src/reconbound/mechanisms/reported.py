@@ -14,6 +14,7 @@ from reconbound._internal.checks import choice, number, whole
 from reconbound._internal.formatting import format_limit
 from reconbound.bounds.bound import from_log
 from reconbound.bounds.parts import Parts, parts_from_dp
+from reconbound.bounds.trade_off import ChiSquareTradeOff, DPTradeOff, Least, TradeOff
 from reconbound.mechanisms import base
 from reconbound.mechanisms.base import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, Mechanism
 
@@ -42,6 +43,18 @@ class _Reported(Mechanism):
     @property
     def paper_neighbours(self) -> str:
         return self.neighbours
+
+    def _own_trade_off(self) -> TradeOff:
+        """Returns the trade-off curve between the neighbours for which the number holds."""
+        raise NotImplementedError
+
+    def trade_off(self, adjacency: str = REPLACE_ONE) -> TradeOff | None:
+        if choice("adjacency", adjacency, ADJACENCIES) == self.neighbours:
+            return self._own_trade_off()
+        if adjacency == ADD_REMOVE:
+            return None
+        # from a record to none, and from none to another one
+        return Least([self._own_trade_off().group(2), ChiSquareTradeOff(self.order2())])
 
     def _under(self) -> str:
         """Names the neighbours, and says whether they were assumed."""
@@ -93,6 +106,9 @@ class DP(_Reported):
             return 2 * self.epsilon, 0.0
         grown = math.log(self.delta) + float(np.logaddexp(0.0, self.epsilon))
         return 2 * self.epsilon, min(from_log(grown) * (1 + 1e-12), 1.0)
+
+    def _own_trade_off(self) -> TradeOff:
+        return DPTradeOff(self.epsilon, self.delta)
 
     def order2(self) -> float:
         return renyi.order2_pure(self._replace_one()[0]) if self.delta == 0 else math.inf
@@ -169,6 +185,9 @@ class RenyiDP(_Reported):
     def _own_order2(self) -> float:
         """Returns the order-2 divergence between the neighbours that it holds for."""
         return self.epsilon if self.order >= 2 else math.inf
+
+    def _own_trade_off(self) -> TradeOff:
+        return ChiSquareTradeOff(self._own_order2)
 
     def order2(self) -> float:
         if self.neighbours == REPLACE_ONE or self.epsilon == 0:

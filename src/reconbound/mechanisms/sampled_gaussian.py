@@ -12,6 +12,7 @@ import numpy as np
 from reconbound import divergences as renyi
 from reconbound._internal.checks import InputError, choice, number, numbers, whole
 from reconbound.bounds.parts import Parts, parts_by_draws, parts_gaussian
+from reconbound.bounds.trade_off import GaussianTradeOff, TradeOff
 from reconbound.mechanisms import privacy_loss
 from reconbound.mechanisms.base import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT, Mechanism
 
@@ -150,6 +151,15 @@ class SampledGaussian(Mechanism):
         if self.sampler == "fixed":
             return None
         return privacy_loss.gaussian(self.m, self.sample_rate, self.steps, adjacency)
+
+    def trade_off(self, adjacency: str = REPLACE_ONE) -> TradeOff | None:
+        replaced = choice("adjacency", adjacency, ADJACENCIES) == REPLACE_ONE
+        if self.sampler != "poisson" and not replaced:
+            return None  # leaving a record out cuts other batches
+        if self.sample_rate == 1:  # all steps are one Gaussian release
+            shift = self.m * math.sqrt(self.steps) * (1 + 1e-15)
+            return GaussianTradeOff(2 * shift if replaced else shift)
+        return super().trade_off(adjacency)
 
     def epsilon_at(self, delta: float, adjacency: str = REPLACE_ONE) -> float | None:
         simple = super().epsilon_at(delta, adjacency)
