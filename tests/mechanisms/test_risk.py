@@ -37,7 +37,7 @@ def test_where_riskcal_is_below_chance_we_are_within_dp_accountings_bracket():
 @pytest.mark.parametrize(("noise", "rate"), [(1.0, 0.01), (0.5, 0.002), (2.0, 0.5), (0.7, 1.0)])
 def test_one_step_is_the_exact_curve(noise, rate):
     """Neyman and Pearson: the tests are half-lines, in both directions, and between two replaced records too."""
-    m, alphas = 1 / noise, np.array(FPRS)
+    m, alphas = 1 / noise, np.array([*FPRS, 0.5, 0.9, 0.99, 0.9999])
     t = norm.isf(alphas)
     out = (1 - rate) * alphas + rate * norm.sf(t - m)
     back = [brentq(lambda s, a=a: (1 - rate) * norm.cdf(s) + rate * norm.cdf(s - m) - a, -40, 40) for a in alphas]
@@ -45,6 +45,7 @@ def test_one_step_is_the_exact_curve(noise, rate):
     found = hard(noise, rate).trade_off(ADD).tpr(alphas)
     assert np.all(found >= exact * (1 - 1e-9))
     np.testing.assert_allclose(found, exact, rtol=2e-3)
+    np.testing.assert_allclose(1 - found[-4:], 1 - exact[-4:], rtol=2e-3, atol=1e-9)
     ends = [brentq(lambda s, a=a: (1 - rate) * norm.sf(s) + rate * norm.sf(s + m) - a, -40, 40) for a in alphas]
     exact = (1 - rate) * norm.sf(ends) + rate * norm.sf(np.array(ends) - m)
     found = hard(noise, rate).trade_off(REPLACE).tpr(alphas)

@@ -51,7 +51,7 @@ class GaussianDP:
 
 
 class TradeOff(ABC):
-    """A curve that says how well any test can tell two neighbouring releases apart: upper bounds, in both directions."""
+    """A curve that says how well any test tells two neighbouring releases apart: upper bounds, in both directions."""
 
     @abstractmethod
     def tpr(self, fpr: Any) -> Any:
