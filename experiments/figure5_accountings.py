@@ -23,8 +23,8 @@ from reconbound.divergences import order2_fixed, order2_paper, order2_poisson, s
 BOUNDS: dict[str, Callable[[float, float], float]] = {
     "Poisson, add/remove, C": order2_paper,
     "Poisson, add/remove, 2C": lambda m, q: order2_paper(2 * m, q),
-    "fixed size, Wang et al., C": lambda m, q: order2_fixed(m / 2, q),
-    "fixed size, Wang et al., 2C": order2_fixed,
+    "fixed size, Wang et al., C": lambda m, q: order2_fixed(m / 2, q, method="wang"),
+    "fixed size, Wang et al., 2C": lambda m, q: order2_fixed(m, q, method="wang"),
     "Poisson, replace-one, sound": order2_poisson,
 }
 #: the width of a pixel's range: Theorem 1's diameter

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 
 from approximate import close
-from reconbound import divergences
+from reconbound import SampledGaussian, divergences, floor
+from reconbound.bounds import theorem1
 
 RATES = st.floats(-9, 0).map(lambda x: min(10.0**x, 1.0))
 SHIFTS = st.floats(-6, 6.1).map(lambda x: 10.0**x)  # σ from 1e-6 to 1e6, hard or smooth clip
@@ -275,10 +276,19 @@ def test_order2_fixed_on_real_batches():
         p, r, zero = release(m), release(-m), release(0.0)
         value = math.log1p(float(np.sum((p - r) ** 2 / r) * h))
         assert value <= divergences.order2_fixed(m, q, method="convexity") * (1 + 1e-9)
-        assert value <= divergences.order2_fixed(m, q)
+        assert value <= divergences.order2_fixed(m, q, method="wang")
         assert float(np.sum(p * np.log(p / zero)) * h) <= divergences.kl_fixed(m, q) * (1 + 1e-9)
         overlap = float(np.sum(2 * p * r / (p + r)) * h)
         assert overlap >= divergences.overlap_fixed(m, q, order2=divergences.order2_fixed(m, q)) * (1 - 1e-9)
+
+
+def test_known_floors_of_fixed_size_batches():
+    """theorem1 of 1,000 steps, q = 0.01, hard clip."""
+    for sigma, wang, ours in ((4.0, 1.44, 2.95), (1.0, 0.0022, 0.035)):
+        for method, known in (("wang", wang), ("convexity", ours)):
+            value = theorem1(1000 * divergences.order2_fixed(1 / sigma, 0.01, method=method)).rmse
+            assert value == close(known, rel=0.02)
+        assert floor("theorem1", SampledGaussian(sigma, 0.01, 1000, "hard", "fixed")).rmse == close(ours, rel=0.02)
 
 
 def test_triangle_inequality_behind_the_fixed_size_form():
@@ -303,8 +313,8 @@ def test_triangle_inequality_behind_the_fixed_size_form():
 @settings(max_examples=200, deadline=None)
 def test_fixed_size_forms_are_ordered(m, q):
     convexity, wang, whole = (
-        divergences.order2_fixed(m, q, method="convexity"),
         divergences.order2_fixed(m, q),
+        divergences.order2_fixed(m, q, method="wang"),
         4 * m * m,
     )
     assert 0 <= convexity <= wang * (1 + 1e-12) <= whole * (1 + 1e-9)
@@ -317,9 +327,9 @@ def test_wang_et_al_form():
         d = mp.mpf(4) * mp.mpf(m) ** 2
         plain = mp.log(1 + mp.mpf(q) ** 2 * min(4 * (mp.exp(d) - 1), 2 * mp.exp(d)))
         convex = mp.log(1 + q * (mp.exp(d) - 1))
-        assert divergences.order2_fixed(m, q) == close(float(min(plain, convex)), rel=1e-12)
+        assert divergences.order2_fixed(m, q, method="wang") == close(float(min(plain, convex)), rel=1e-12)
     for m in (1e-4, 0.5, 3.0, 40.0):
-        assert divergences.order2_fixed(m, 1.0) == close(4 * m * m, rel=1e-12)
+        assert divergences.order2_fixed(m, 1.0, method="wang") == close(4 * m * m, rel=1e-12)
         assert divergences.order2_fixed(m, 1.0, method="convexity") == close(4 * m * m, rel=1e-12)
 
 

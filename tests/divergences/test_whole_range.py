@@ -28,8 +28,8 @@ def in_order(values):
 PER_STEP = {
     "poisson": divergences.order2_poisson,
     "closed": lambda m, q: divergences.order2_poisson(m, q, method="closed"),
-    "wang": divergences.order2_fixed,
-    "convexity": lambda m, q: divergences.order2_fixed(m, q, method="convexity"),
+    "wang": lambda m, q: divergences.order2_fixed(m, q, method="wang"),
+    "convexity": divergences.order2_fixed,
     "paper": divergences.order2_paper,
     "poisson_kl": divergences.poisson_kl,
     "kl_fixed": divergences.kl_fixed,

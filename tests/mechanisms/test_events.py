@@ -10,6 +10,7 @@ from dp_accounting.pld import privacy_loss_distribution
 from scipy.integrate import quad
 from scipy.stats import binom
 
+from reconbound import divergences
 from reconbound._internal.checks import InputError
 from reconbound.bounds import rate_distortion
 from reconbound.mechanisms import Event, SampledGaussian, as_mechanism
@@ -155,9 +156,11 @@ def test_sampling_a_composition_of_gaussians_samples_them_together():
 
 
 def test_fixed_batch_composition_is_bounded_by_convexity():
-    """Its parts may depend on each other's results, and `kl_fixed`'s second form is proved for one Gaussian alone."""
+    """Its parts may depend on each other's results; our forms are proved for one Gaussian alone."""
     ((one, _),), ((both, _),) = leaves(fixed(1, 100, G(2.0))), leaves(fixed(1, 100, Times(G(4.0), 4)))
-    assert both.order2 == pytest.approx(one.order2)
+    assert one.order2 == divergences.order2_fixed(0.5, 0.01)
+    assert both.order2 == pytest.approx(divergences.order2_fixed(0.5, 0.01, method="wang"))
+    assert one.order2 < both.order2
     assert both.kl == pytest.approx(0.01 * 0.5**2 / 2)
     assert one.kl < both.kl
 

@@ -85,22 +85,22 @@ def order2_poisson(m: float, sample_rate: float, *, method: str = "exact") -> fl
     return min(float(np.logaddexp(0.0, log_chi2)), order2_gaussian(m))
 
 
-def order2_fixed(m: float, sample_rate: float, *, method: str = "wang") -> float:
+def order2_fixed(m: float, sample_rate: float, *, method: str = "convexity") -> float:
     """Returns the order-2 divergence of one Gaussian step on a fixed-size batch without replacement, replace-one.
 
-        wang:        ε₂ = ln(1 + min{q² min(4(e^D − 1), 2e^D), q(e^D − 1)}),   D = 4m²
-        convexity:   ε₂ = ln(1 + q²(e^D − 1))
+        convexity:   ε₂ = ln(1 + q²(e^D − 1)),   D = 4m²
+        wang:        ε₂ = ln(1 + min{q² min(4(e^D − 1), 2e^D), q(e^D − 1)})
 
     Args:
         m: largest clipped gradient norm over the noise's standard deviation on the sum.
         sample_rate: q = B/N.
-        method: "wang" (Wang, Balle, Kasiviswanathan 2019, with the plain convexity bound), or "convexity", whose χ² is
-            up to 4 times smaller: proved by us in docs/theory/divergences.md 4.3, not yet reviewed by others, so never
-            the default.
+        method: "convexity" (ours, docs/theory/divergences.md 4.3), for one Gaussian on the batch; or "wang" (Wang,
+            Balle, Kasiviswanathan 2019, with the plain convexity bound), whose χ² is up to 4 times larger, for any
+            mechanism on the batch whose order-2 divergence is D, as of several Gaussians.
 
     Guarantee: an upper bound of D₂ between any two data sets that differ in one record, uniform batches of size B.
 
-    >>> order2_fixed(0.5, 1.0), round(order2_fixed(0.5, 0.01, method="convexity"), 9)
+    >>> order2_fixed(0.5, 1.0), round(order2_fixed(0.5, 0.01), 9)
     (1.0, 0.000171813)
     """
     m, q = checked_shift(m), checked_rate(sample_rate)

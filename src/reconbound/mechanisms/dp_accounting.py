@@ -323,8 +323,7 @@ def _sampled_cost(event: Any) -> tuple[float, float]:
     """Returns the cost of Gaussians on one batch.
 
     With several Gaussians on one batch, each may depend on the last. For a batch of fixed size only the convexity bound
-    of KL is proved then (the bound at order 2 holds for any mechanism, and so does the Poisson one:
-    docs/theory/divergences.md 4.2).
+    of KL and Wang's bound at order 2 are proved then; the Poisson ones are too (docs/theory/divergences.md 4.2).
     """
     m, q = _inner_shift(event.event), sampling_rate(event)
     if q == 0 or m == math.inf:
@@ -332,7 +331,8 @@ def _sampled_cost(event: Any) -> tuple[float, float]:
     if type(event).__name__ == "PoissonSampledDpEvent":
         return renyi.order2_poisson(m, q), renyi.poisson_kl(m, q)
     single = type(event.event).__name__ == "GaussianDpEvent"
-    return renyi.order2_fixed(m, q), renyi.kl_fixed(m, q) if single else q * m * m / 2
+    order2 = renyi.order2_fixed(m, q, method="convexity" if single else "wang")
+    return order2, renyi.kl_fixed(m, q) if single else q * m * m / 2
 
 
 def _laplace_cost(event: Any) -> tuple[float, float]:
