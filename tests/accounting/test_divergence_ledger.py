@@ -178,7 +178,7 @@ def test_success_is_the_smaller_of_ledger_and_mechanism() -> None:
     ledger = one.accountant
     assert ledger is not None
     for world in ledger.divergences.worlds:
-        bound, best = ledger.max_success(0.1, world), ledger.divergences.mechanism_success(0.1, world)
+        bound, best = ledger.max_success(0.1, world), ledger.divergences.towards(world).mechanism_success(0.1)
         nats = ledger.divergence(world).numpy()
         assert bound.value.shape == (RECORDS,)
         np.testing.assert_allclose(bound.value, np.minimum(success_from_kl(0.1, nats), best))
@@ -188,11 +188,11 @@ def test_success_is_the_smaller_of_ledger_and_mechanism() -> None:
         upper = ledger.max_success(0.1, world, confidence=0.9)
         assert (upper.value >= bound.value).all()
         assert (upper.value <= best).all()
-        advantage = ledger.divergences.membership(world).value
+        advantage = ledger.divergences.towards(world).membership().value
         assert (advantage <= membership_from_kl(nats)).all()
         assert "in the other world does so with at most" in str(bound)
         assert "MSE" not in str(bound)
-    mean = ledger.divergences.mean_success(0.1, "all", groups=[i % 2 for i in range(RECORDS)])
+    mean = ledger.divergences.towards("all").mean_success(0.1, groups=[i % 2 for i in range(RECORDS)])
     assert mean.value.shape == (2,)
     even = float(ledger.divergence("all")[::2].mean())
     assert mean.value[0] == pytest.approx(min(success_from_kl(0.1, even), best), rel=1e-9)
@@ -289,7 +289,7 @@ def distances(**changes: Any) -> StepDistances:
         (lambda a: a.add_distances([0], None), "found must be what step_distances returns"),
         (lambda a: a.divergence("age"), "world must be one of"),
         (lambda a: a.max_success(1.5), "baseline must be at most 1"),
-        (lambda a: a.divergences.mean_divergence("w", groups=[0]), "groups must be 3 whole numbers"),
+        (lambda a: a.divergences.towards("w").mean(groups=[0]), "groups must be 3 whole numbers"),
         (
             lambda a: FisherAccountant(a.account, worlds=["removed"]),
             "worlds must name each world once, and not 'removed'",
@@ -339,7 +339,8 @@ def test_the_mean_is_not_lowered_by_the_caps_of_single_records() -> None:
         ledger.add_norms(batch, torch.ones(len(batch)))
     ledger.finish_run()
     cap, error = ledger.divergences.cap("removed"), math.sqrt((1 - rate) / (steps * rate * records))
-    for mean in (*ledger.divergences.mean_divergence(), *ledger.divergences.mean_divergence(groups=[0] * records)):
+    found = ledger.divergences.towards()
+    for mean in (*found.mean(), *found.mean(groups=[0] * records)):
         assert cap * (1 - 5 * error) < mean <= cap  # capped one by one: 11 % below
 
 
@@ -432,7 +433,7 @@ def test_a_shorter_run_has_the_sums_up_to_its_end(tmp_path: Any) -> None:
             assert found.times("removed").tolist() == torch.stack(seen.times[k::2]).sum(0).tolist()
             assert found.times("all").tolist() == [runs * count] * RECORDS
             assert found.estimates("removed").sampled
-            assert found.mechanism_success(0.1) <= own.mechanism_success(0.1)
+            assert found.towards().mechanism_success(0.1) <= own.towards().mechanism_success(0.1)
         whole = own.at(counts[-1])
         for world in own.worlds:
             torch.testing.assert_close(whole.divergence(world), own.divergence(world), rtol=1e-12, atol=0)

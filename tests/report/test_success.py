@@ -14,7 +14,7 @@ import torch
 
 import auditing
 from reconbound._internal.formatting import format_percent
-from reconbound.accounting.divergence_ledger import largest_divergence, mechanism_success
+from reconbound.accounting.divergence_queries import largest_divergence, mechanism_success
 from reconbound.auditing.run import run_audit
 from reconbound.bounds import success_from_kl
 from reconbound.cli.app import run as command

@@ -56,7 +56,8 @@ class FisherAccountant:
         device: where the ledger lives.
 
     Attributes:
-        divergences: the divergence ledger, whose queries bind every attacker on every model.
+        divergences: the divergence ledger. The queries of `divergences.towards(world)` bind every attacker on every
+            model.
         traces: the ledger of the records, which also reads single runs and spectral norms.
         features: the ledger of their features.
         caveats: what must be stated with every floor of this ledger, collected from what is added to it.
@@ -401,6 +402,25 @@ class FisherAccountant:
         """
         return self.features.diagonal_error(self.traces.measurements())
 
+    def mean_feature_floors(self, variance: Any, groups: Any = None) -> Bound:
+        """Returns the floor of the average record's squared error in each feature, (groups, d): van Trees or mechanism.
+
+            mean over records of E(ẑ_ij − z_ij)² ≥ max{ 1/(mean I_jj + 1/v_j),  v_j e^{−2 KL} }
+
+        Args:
+            variance: v, of a Gaussian prior the variance of each feature given all that the attacker knows otherwise,
+                one number or (d,), in squared data units; of any prior 1/J, J its Fisher information.
+            groups: the number of each record's group, (N,), from 0; groups must be defined by public facts. They need
+                diagonal="all", or one feature.
+
+        Guarantee: on average over the records, their private parts and releases, for every attacker, also biased ones
+        who know the prior and all other records. The mean at one data set stands in for that over the prior.
+        """
+        self._rule(None)
+        trace = self.trace() if self.account.features == 1 else None
+        measured = (self.traces.measurements(), self._statements())
+        return self.features.mean_floors(variance, self.feature_scale, *measured, trace=trace, groups=groups)
+
     def divergence(self, world: str = REMOVED, confidence: float | None = None) -> Tensor:
         """Returns D of each record in nats, (N,): how far its release is from that in another world.
 
@@ -426,7 +446,7 @@ class FisherAccountant:
         mechanism's cap, it is an estimate without bias of an upper bound, and one run is one draw. The chance is never
         above what the mechanism allows, which is proved.
         """
-        return self.divergences.max_success(baseline, world, confidence)
+        return self.divergences.towards(world, confidence).max_success(baseline)
 
     def most_exposed(self, k: int = 10, rule: str | None = None) -> MostExposed:
         """Returns the k records with the lowest floors among those measured, lowest estimate first, with their caveats.

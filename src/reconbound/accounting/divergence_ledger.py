@@ -2,32 +2,29 @@
 
     KL(real ‖ other) ≤ D_i = Σ_t E k(a_t, b_t)      a, b the record's clipped gradients in both worlds over the noise
 
-It binds every attacker on every model. Derivations: docs/theory/any_attacker.md 6.7 to 6.10.
+It binds every attacker on every model; `towards` returns what it says. Derivations: docs/theory/any_attacker.md 6.7.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from reconbound._internal.checks import InputError, choice, number
+from reconbound._internal.checks import InputError, choice
 from reconbound._internal.formatting import format_percent
 from reconbound.accounting.checks import check_clipped, check_mechanism
 from reconbound.accounting.confidence import Estimates, upper_limit
+from reconbound.accounting.divergence_queries import WorldDivergences, largest_divergence
 from reconbound.accounting.record_ledger import Ledger, add_variance, covered_steps, covers_all
 from reconbound.accounting.spec import Account
-from reconbound.bounds import Bound, membership_from_kl, success_from_kl
-from reconbound.divergences import pair_kl_bound, poisson_kl, poisson_pair_kl
+from reconbound.divergences import poisson_kl, poisson_pair_kl
 from reconbound.fisher.worlds import REMOVED, StepDistances
-from reconbound.mechanisms.base import ADD_REMOVE, REPLACE_ONE
 
 #: Batches whose norms are added together, and the number of pairs of worlds from which their divergences are computed.
 _BATCHES, _PAIRS = 32, 1024
@@ -327,75 +324,19 @@ class DivergenceLedger(Ledger):
         nats = found.mean if confidence is None else upper_limit(found, confidence)
         return torch.where(found.measured > 0, nats, torch.inf).clamp(max=top)
 
-    def mechanism_success(self, baseline: float, world: str = REMOVED) -> float:
-        """Returns the largest chance of success that the mechanism allows, whatever the data.
-
-        Args:
-            baseline: κ, the chance in the other world.
-            world: one of `worlds`.
-        """
-        self.index(world)
-        chance = number("baseline", baseline, at_least=0.0, at_most=1.0)
-        return mechanism_success(self.account, chance, removed=world == REMOVED)
-
-    def max_success(self, baseline: float, world: str = REMOVED, confidence: float | None = None) -> Bound:
-        """Returns p_max of each record, the largest chance that an attack succeeds, (N,): ledger or mechanism.
-
-            p_max(κ, D) = max{p : kl(p ‖ κ) ≤ D}
-
-        Args:
-            baseline: κ, the chance that the same attack succeeds in the other world.
-            world: one of `worlds`.
-            confidence: take upper limits of D over runs at this confidence; needs two finished runs or more.
-        """
-        best = self.mechanism_success(baseline, world)
-        value = np.minimum(success_from_kl(baseline, self.divergence(world, confidence).cpu().numpy()), best)
-        return self._bound("max_success", value, world, confidence, measure="chance", guess=float(baseline))
-
-    def membership(self, world: str = REMOVED, confidence: float | None = None) -> Bound:
-        """Returns the largest advantage of a test between the two worlds, for each record, (N,).
+    def towards(self, world: str = REMOVED, confidence: float | None = None) -> WorldDivergences:
+        """Returns the divergences to a world, whose queries bind every attacker on every model.
 
         Args:
             world: one of `worlds`.
-            confidence: as in `max_success`.
+            confidence: as in `divergence`. Means are then those of the records' own limits.
         """
-        value = membership_from_kl(self.divergence(world, confidence).cpu().numpy())
-        best = self.account.mechanism().membership_advantage()  # replace-one; removing is no easier to see
-        return self._bound("membership", np.minimum(value, best), world, confidence, measure="advantage")
+        nats, found, top = self.divergence(world, confidence).cpu().numpy(), self.estimates(world), self.cap(world)
+        mean = torch.where(found.measured > 0, found.mean, top).cpu().numpy() if confidence is None else nats
+        return WorldDivergences(self.account, world, nats, mean, self._notes(world, found, confidence))
 
-    def mean_divergence(self, world: str = REMOVED, groups: Any = None) -> np.ndarray:
-        """Returns the mean of D over the records, (1,), or over those of each group, (groups,), in nats.
-
-        Args:
-            world: one of `worlds`.
-            groups: the number of each record's group, (N,), from 0; groups must be defined by public facts.
-        """
-        found, top = self.estimates(world), self.cap(world)
-        # the cap is for the mean: at each record it would cut off errors upwards and leave those downwards
-        nats = torch.where(found.measured > 0, found.mean, top).cpu().numpy()
-        at = np.zeros(len(nats), dtype=np.int64) if groups is None else np.asarray(groups)
-        if at.shape != nats.shape or at.dtype.kind not in "iu" or (at.size and at.min() < 0):
-            raise InputError("groups", f"must be {len(nats)} whole numbers, one for each record, from 0", at.shape)
-        counts = np.bincount(at)
-        return np.minimum(np.bincount(at, weights=nats) / np.maximum(counts, 1), top)
-
-    def mean_success(self, baseline: float, world: str = REMOVED, groups: Any = None) -> Bound:
-        """Returns p_max of the average record: of the mean chance, where κ is the mean chance in the other world.
-
-        Args:
-            baseline: κ, averaged over the records.
-            world: one of `worlds`.
-            groups: as in `mean_divergence`.
-        """
-        value = success_from_kl(baseline, self.mean_divergence(world, groups))
-        best = self.mechanism_success(baseline, world)
-        more: dict[str, Any] = {"measure": "chance", "guess": float(baseline)}
-        return self._bound("mean_success", np.minimum(value, best), world, None, **more)
-
-    def _bound(self, name: str, value: np.ndarray, world: str, confidence: float | None, **more: Any) -> Bound:
-        """Returns a Bound with what these chances assume."""
-        other = "left out" if world == REMOVED else f"with the public value in the place of {world}"
-        found, account = self.estimates(world), self.account
+    def _notes(self, world: str, found: Estimates, confidence: float | None) -> tuple[str, ...]:
+        """Describes on what the divergences to a world rest."""
         times = float(found.measured.double().median())
         measured = f"estimated: measured {times:g} times per record (median) in {max(self.runs, 1)} run(s)"
         if not self.runs:
@@ -405,11 +346,7 @@ class DivergenceLedger(Ledger):
         unseen = int((found.measured == 0).sum())
         if bool(self.state["nats_partial"][self.index(world)]):
             measured += "; some runs were not measured over all of their steps"
-        notes = (measured,) + ((f"{unseen} records were never measured: the mechanism's",) if unseen else ())
-        assumes = (*notes, f"{account.clip} clipping", "on average over trainings on the true data")
-        neighbours = f"the record {other}"
-        return Bound(name, value, "KL, data processing", "any", neighbours, account.sampler, assumes=assumes,
-                     notes=notes, estimate=True, **more)  # fmt: skip
+        return (measured,) + ((f"{unseen} records were never measured: the mechanism's",) if unseen else ())
 
 
 def removed_nats(norm: Tensor, reach: Any, sample_rate: float) -> Tensor:
@@ -422,32 +359,3 @@ def removed_nats(norm: Tensor, reach: Any, sample_rate: float) -> Tensor:
     """
     nats: Tensor = poisson_kl(norm.clamp(max=reach), sample_rate) / sample_rate
     return nats
-
-
-def largest_divergence(account: Account, *, removed: bool) -> float:
-    """Returns what D cannot exceed, whatever the data: T steps with the largest clipped gradients, in nats.
-
-        removed:   T k_q(m, 0)        replaced:   T times the closed bound on k_q(m, −m)        m = B/σ
-
-    Args:
-        account: the mechanism.
-        removed: whether the record is left out in the other world; otherwise its private part is replaced.
-    """
-    mechanism = account.mechanism()  # of shuffled epochs: one step without sampling for each
-    m, rate = mechanism.m, mechanism.sample_rate
-    if removed:
-        return float(mechanism.steps * poisson_kl(m, rate))
-    sampler = "poisson" if account.sampler == "poisson" else "any"
-    return float(mechanism.steps * pair_kl_bound(m, m, -m * m, rate, sampler=sampler))
-
-
-@lru_cache(maxsize=256)
-def mechanism_success(account: Account, baseline: float, *, removed: bool) -> float:
-    """Returns the largest chance of success that the mechanism allows, whatever the data.
-
-    Args:
-        account: the mechanism.
-        baseline: κ, the chance in the other world.
-        removed: as in `largest_divergence`.
-    """
-    return float(account.mechanism().rero(baseline, ADD_REMOVE if removed else REPLACE_ONE))

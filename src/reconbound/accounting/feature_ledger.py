@@ -18,11 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from reconbound._internal.checks import InputError, choice, number, whole
+from reconbound._internal.checks import InputError, choice, number, numbers, whole
 from reconbound.accounting.confidence import describe_precision, relative_median
+from reconbound.accounting.divergence_queries import group_means
 from reconbound.accounting.record_ledger import Ledger
 from reconbound.accounting.spec import Account
-from reconbound.bounds import Bound, per_feature
+from reconbound.bounds import Bound, mean_van_trees, per_feature
 from reconbound.fisher import StepInformation
 
 #: Bytes that diagonal="auto" may take.
@@ -91,6 +92,34 @@ def resolve_diagonal(diagonal: Diagonal, records: int, features: int) -> str | C
     if rows.numel() == 0 or int(rows.min()) < 0 or int(rows.max()) >= records or rows.unique().numel() != rows.numel():
         raise InputError("diagonal", f"must be distinct record indices below {records}", diagonal)
     return rows
+
+
+def average_floor(account: Account, information: Any, variance: Any) -> Bound:
+    """Returns the floor of the average record's squared error in each feature: van Trees, or the mechanism's own.
+
+        mean over records of E(ẑ_ij − z_ij)² ≥ max{ 1/(mean I_jj + 1/v_j),  v_j e^{−2 KL} }
+
+    The second is Shannon's (docs/theory/any_attacker.md 6.12): a prior with Fisher information 1/v has an entropy power
+    of at least v, and KL bounds what the release tells, whatever the data.
+
+    Args:
+        account: the mechanism.
+        information: mean_i I_i,jj, in the units of 1/v, (..., d); infinite where nothing was measured.
+        variance: v > 0, of a Gaussian prior the variance of each feature given all that the attacker knows otherwise,
+            one number or (d,); of any prior 1/J, J its Fisher information.
+    """
+    own = numbers("variance", variance, at_least=0.0)
+    info = np.atleast_1d(np.asarray(information, dtype=np.float64))
+    if own.shape not in ((), info.shape[-1:]):
+        raise InputError("variance", f"must be one number, or {info.shape[-1]} of them", own.shape)
+    if np.any(own < 1e-290):
+        raise InputError("variance", "must be greater than 0", float(own.min()))
+    mechanism, known = account.mechanism(), np.isfinite(info)
+    bound = mean_van_trees(np.where(known, info, 0.0), 1 / own)
+    value = np.maximum(np.where(known, bound.value, 0.0), own * np.exp(-2 * mechanism.kl()))
+    over = f"errors are over {mechanism.randomness}"
+    assumes = (*bound.assumes, f"{account.clip} clipping", over, "the attacker knows every other record and all else")
+    return replace(bound, value=value, theorem="van Trees; Shannon", sampler=account.sampler, assumes=assumes)
 
 
 class FeatureLedger(Ledger):
@@ -296,6 +325,37 @@ class FeatureLedger(Ledger):
         found = replace(bound, value=value, sampler=self.account.sampler, assumes=(*assumes, *notes), notes=notes,
                         estimate=True)  # fmt: skip
         return found, relative, notes[0]
+
+    def mean_floors(
+        self, variance: Any, scale: Tensor, measured: Tensor, caveats: tuple[str, ...], *, trace: Tensor | None,
+        groups: Any,
+    ) -> Bound:  # fmt: skip
+        """Returns the floor of the average record in each feature, (groups, d), by `average_floor`.
+
+        Args:
+            variance: of the prior, in squared data units, one number or (d,).
+            scale: size of one input unit in the data's units, (1,) or (d,).
+            measured: the number of measurements per record, (N,).
+            caveats: what must be stated with the floors.
+            trace: Tr I of each record, (N,), where it is the only feature's information; None otherwise.
+            groups: the number of each record's group, (N,); None: one group of all.
+        """
+        if trace is None and self.kind == "none":
+            raise InputError("diagonal", 'must have been kept, for example "average", for floors of features', "none")
+        if trace is None and self.kind != "all" and groups is not None:
+            raise InputError("groups", 'need diagonal="all": a ledger that keeps the features of all', self.kind)
+        if trace is None and self.kind != "all":
+            known, information = bool((measured > 0).any()), self._information(average=True).numpy()
+            information = np.where(known, information, np.inf)
+        else:
+            each = (self._information(average=False) if trace is None else trace[:, None].cpu()).numpy()
+            seen = group_means((measured.cpu().numpy() > 0).astype(float), groups, empty=0.0) > 0
+            information = np.where(seen[:, None], group_means(each, groups, empty=np.inf), np.inf)
+        bound = average_floor(self.account, information / scale.square().numpy(), variance)
+        public = () if groups is None else ("groups are defined by public facts",)
+        rule, own = self.account.kept_rules[0], ("an estimate whose standard error is not known", *caveats)
+        stated = (*bound.assumes, *public, f"rule {rule}", *own)
+        return replace(bound, assumes=stated, notes=own, proved=rule != "paper")
 
     def diagonal_error(self, measured: Tensor) -> Tensor:
         """Returns the standard error of I_jj of the records kept, (k, d), in the model's input units.

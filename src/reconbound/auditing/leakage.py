@@ -236,6 +236,7 @@ def leakage_of(dataset: Dataset, options: AuditOptions, measurements: SnapshotMe
     first = _history_of(learner)
     known, scored = ([h for h in first if name in h] for name in (_QUANTILES[0], "accuracy"))
     facts = {**dataset_facts(dataset), **world_facts(dataset, ledger.divergences.worlds)}
+    facts["mean_nats"] = [float(ledger.divergences.towards(world).mean()[0]) for world in ledger.divergences.worlds]
     return Leakage(
         dfil=_stacked([ledger.dfil(rule) for rule in rules], learner.records),
         error=_stacked([ledger.standard_error(rule) for rule in rules], learner.records),

@@ -41,7 +41,7 @@ PLAN, MODEL = "plan.json", "model.safetensors"
 _NUMBERS = (
     "accuracy_baseline", "confidence", "diagonal_measured", "diagonal_probes", "most", "target_offset", "target_scale",
 )  # fmt: skip
-_LISTS = ("offset", "prior_variance", "private", "scale")
+_LISTS = ("mean_nats", "offset", "prior_variance", "private", "scale")
 #: Where the seed of a run is from that was not made up by the operating system.
 CHOSEN_SEED = "--seed: not for a release"
 #: Where the noise of a run is from that Opacus trained.

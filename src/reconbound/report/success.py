@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from reconbound.accounting.divergence_ledger import largest_divergence, mechanism_success
-from reconbound.bounds import mean_van_trees, success_estimate, success_from_kl
+from reconbound.accounting.divergence_queries import WorldDivergences, largest_divergence, mechanism_success
+from reconbound.accounting.feature_ledger import average_floor
+from reconbound.bounds import success_estimate
+from reconbound.fisher.worlds import REMOVED
 from reconbound.report.folder import Leakage, Run, account_of
 from reconbound.report.formats import clean
 
@@ -89,18 +91,25 @@ class Success:
         """Returns the number of records that were never measured in the leading world."""
         return 0 if self.leading is None else int((self.measured(self.leading) == 0).sum())
 
-    def nats(self, world: World) -> np.ndarray:
-        """Returns the divergence D of each record as it is shown first, (N,), never above the mechanism's own limit."""
+    def towards(self, world: World) -> WorldDivergences:
+        """Returns the divergences to a world as they are shown first, and the queries of them."""
         assert self.leakage.nats is not None
         found = self.leakage.nats[world.row].double().numpy()
         found = np.where(np.isnan(found), np.inf, np.maximum(found, 0.0))
         if self.leakage.nats_upper is not None:
             upper = self.leakage.nats_upper[world.row].double().numpy()
             found = np.where(np.isfinite(upper), upper, found)
-        return np.minimum(np.where(self.measured(world) > 0, found, np.inf), self._cap(world))
+        removed = world.kind == REMOVED
+        name = REMOVED if removed else world.name if world.name != REMOVED else f"column {world.name!r}"
+        top = largest_divergence(self._account, removed=removed)
+        nats = np.minimum(np.where(self.measured(world) > 0, found, np.inf), top)
+        means = self.leakage.facts.get("mean_nats") or ()
+        mean = max(float(means[world.row]), 0.0) if world.row < len(means) else top  # older folders have none
+        return WorldDivergences(self._account, name, nats, min(mean, top))
 
-    def _cap(self, world: World) -> float:
-        return largest_divergence(self._account, removed=world.kind == "removed")
+    def nats(self, world: World) -> np.ndarray:
+        """Returns the divergence D of each record as it is shown first, (N,), never above the mechanism's own limit."""
+        return self.towards(world).nats
 
     @cached_property
     def _account(self) -> Any:
@@ -113,8 +122,7 @@ class Success:
             world: the other world.
             baseline: κ, the chance of the same attack there.
         """
-        best = self.mechanism_chance(world, baseline)
-        return np.asarray(np.minimum(success_from_kl(baseline, self.nats(world)), best))
+        return np.asarray(self.towards(world).max_success(baseline).value)
 
     def mechanism_chance(self, world: World, baseline: float = SHOWN) -> float:
         """Returns the largest chance of success that the mechanism allows, whatever the data.
@@ -123,7 +131,7 @@ class Success:
             world: the other world.
             baseline: κ.
         """
-        return mechanism_success(self._account, baseline, removed=world.kind == "removed")
+        return self.towards(world).mechanism_success(baseline)
 
     def with_twice_the_noise(self, world: World, baseline: float = SHOWN) -> float:
         """Returns the largest chance of success that the mechanism would allow with twice its noise.
@@ -144,7 +152,7 @@ class Success:
         """
         upper, best = self.leakage.nats_upper, self.mechanism_chance(world, baseline)
         limited = np.zeros(self.measured(world).shape, bool) if upper is None else upper[world.row].isfinite().numpy()
-        proved = (self.chances(world, baseline) >= best) | (self.nats(world) >= self._cap(world))
+        proved = (self.chances(world, baseline) >= best) | (self.nats(world) >= self.towards(world).cap)
         return np.asarray(~limited & ~proved)
 
     def row(self, world: World, baseline: float = SHOWN) -> dict[str, Any]:
@@ -190,20 +198,28 @@ class Success:
     def average_floors(self) -> dict[str, tuple[float, float]]:
         """Returns for each private number the ± error of an attacker on the average record, with the model and without.
 
-        van Trees: 1/(mean I_jj + J_jj), J_jj the information of a Gaussian prior around what all else predicts. There
-        are none for a model with caveats: unlike the chances, these floors rest on Fisher information.
+        It is the largest of van Trees' floor, the floor from the mean divergence to the column's world, and the
+        mechanism's own, for a Gaussian prior around what all else predicts. Van Trees is left out for a model with
+        caveats: unlike the divergences, Fisher information misses what jumps.
         """
         facts, average = self.leakage.facts, self.leakage.average_diagonal
         variance = np.asarray(facts.get("prior_variance") or (), dtype=np.float64)
-        if self.run.caveats or average is None or not len(variance) or average.numel() != len(variance):
+        names = [clean(name, 80) for name in facts.get("feature_names") or ()]
+        if len(names) != len(variance):
             return {}
         scale = np.broadcast_to(np.asarray(facts.get("scale", 1.0), dtype=np.float64), variance.shape)
-        names = [clean(name, 80) for name in facts.get("feature_names") or ()]
+        information = np.full(len(variance), np.inf)
+        if not self.run.caveats and average is not None and average.numel() == len(variance):
+            information = average.flatten().double().numpy()
+        own = {world.name: self.towards(world) for world in self.worlds if world.kind == "column"}
         found = {}
-        for name, width, own, info in zip(names, scale, variance, average.flatten().tolist(), strict=False):
-            if own > 0:
-                with_it = float(np.sqrt(mean_van_trees(max(info, 0.0), 1 / own).value))
-                found[name] = (float(width * with_it), float(width * np.sqrt(own)))
+        for name, width, guess, info in zip(names, scale, variance, information, strict=True):
+            if not guess > 0:
+                continue
+            floors = [average_floor(self._account, max(info, 0.0), guess).value.item()]
+            if name in own:
+                floors.append(own[name].mean_error_floor(guess).value.item())
+            found[name] = (float(width * np.sqrt(max(floors))), float(width * np.sqrt(guess)))
         return found
 
 
