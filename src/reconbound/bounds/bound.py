@@ -119,8 +119,9 @@ class Bound:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns a plain dictionary for JSON."""
-        first = {"name": self.name, "mse": self.value, "rmse": self.rmse}
-        if self.measure != "error":
+        if self.measure == "error":
+            first = {"name": self.name, "mse": self.value, "rmse": self.rmse}
+        else:
             first = {"name": self.name, "value": self.value, "measure": self.measure, "baseline": self.guess}
         same = ("attacker", "adjacency", "sampler", "theorem", "units", "coordinates", "estimate", "proved")
         last = {"assumes": list(self.assumes), "vacuous": self.vacuous}
