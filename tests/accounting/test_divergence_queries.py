@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 import torch
 from scipy.special import logsumexp, xlogy
+from test_accountant import account, info
 
 from reconbound import FisherAccountant
 from reconbound.accounting.divergence_queries import KNOWS, WorldDivergences
 from reconbound.accounting.spec import Account
 from reconbound.bounds import membership_from_kl, success_from_kl
 from reconbound.divergences import poisson_kl, poisson_pair_kl
+from reconbound.fisher import StepInformation
 from reconbound.fisher.worlds import StepDistances
 
 RATE, STEPS, DRAWS = 0.4, 4, 40_000
@@ -275,3 +277,83 @@ def test_every_statement_says_its_attacker_neighbours_sampler_and_randomness() -
 def test_bad_questions_are_refused(ask: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ask(spread_ledger(2).divergences)
+
+
+# --- Fisher information of the average record ---------------------------------------------
+
+
+def linear_ledger(slope: float, records: int, **changes: Any) -> FisherAccountant:
+    """Returns the ledger of records in every batch, whose gradient is the slope times their one private number."""
+    options = {**MECHANISM, "noise_multiplier": 0.1, "max_grad_norm": 10.0, "sample_rate": 1.0, "rules": ("exact",)}
+    own = Account(**{**options, "records": records, **changes})
+    ledger, n = FisherAccountant(own), torch.ones(records, dtype=torch.float64)
+    along = slope**2 / own.noise**2 * n
+    found = StepInformation(n, n, n, n, along, 0 * n, 0 * n, {}, 1, 1)
+    for _ in range(own.steps):
+        ledger.add(range(records), found)
+    ledger.finish_run()
+    return ledger
+
+
+def test_mean_feature_floor_is_the_best_attackers_error_on_a_gaussian_number() -> None:
+    slope, variance, records = 0.7, 2.0, 50
+    rng = np.random.default_rng(8)
+    z = math.sqrt(variance) * rng.standard_normal(400_000)
+    mean = slope * z + rng.standard_normal(len(z)) / math.sqrt(STEPS)  # of the noisy sums, without the other records
+    best = mean * slope / (slope**2 + 1 / (STEPS * variance))
+    risk, error = float(np.mean((best - z) ** 2)), float(np.std((best - z) ** 2)) / math.sqrt(len(z))
+    floor = linear_ledger(slope, records).mean_feature_floors(variance)
+    assert floor.value.shape == (1, 1)
+    assert floor.value.item() == pytest.approx(risk, abs=4 * error)
+    assert linear_ledger(slope / math.sqrt(2), records).mean_feature_floors(variance).value.item() > risk + 4 * error
+    assert floor.attacker == "any"
+    assert floor.estimate
+
+
+@pytest.mark.filterwarnings("ignore:a run was measured over about")
+def test_mean_feature_floors_of_groups_features_and_units() -> None:
+    scale, generator = torch.tensor([10.0, 1.0, 0.5], dtype=torch.float64), torch.Generator().manual_seed(0)
+    own = account(records=6, sample_rate=0.25, steps=10)
+    ledger = FisherAccountant(own, diagonal="all", feature_scale=scale)
+    average = FisherAccountant(own, diagonal="average", feature_scale=scale)
+    for one in (ledger, average):
+        generator.manual_seed(0)
+        for _ in range(10):
+            found = info(*torch.rand(2, 6, generator=generator))
+            one.add(torch.arange(6), found, weight=0.25, stratified=True)
+        one.finish_run()
+    each = 1 / ledger.feature_floors().value  # in data units
+    variance = np.array([30.0, 2.0, 1.0])
+    groups = np.array([0, 0, 1, 1, 1, 0])
+    expected = np.array([1 / (each[groups == k].mean(0) + 1 / variance) for k in (0, 1)])
+    least = variance * math.exp(-2 * own.mechanism().kl())
+    assert (expected > least).any()
+    np.testing.assert_allclose(
+        ledger.mean_feature_floors(variance, groups).value, np.maximum(expected, least), rtol=1e-6
+    )
+    whole = np.maximum(1 / (each.mean(0) + 1 / variance), least)
+    for one in (ledger, average):
+        np.testing.assert_allclose(one.mean_feature_floors(variance).value, whole[None], rtol=1e-6)
+    loud = 1e6 * found.diagonal_across, 1e6 * found.diagonal_along
+    ledger.add(torch.arange(6), replace(found, diagonal_across=loud[0], diagonal_along=loud[1]), weight=0.25)
+    ledger.finish_run()
+    np.testing.assert_allclose(ledger.mean_feature_floors(variance).value, least[None], rtol=1e-12)  # the mechanism's
+    with pytest.raises(ValueError, match='groups need diagonal="all"'):
+        average.mean_feature_floors(variance, groups)
+
+
+def test_mean_feature_floors_of_a_ledger_that_knows_nothing_are_the_mechanisms() -> None:
+    fresh = FisherAccountant(account(), diagonal="average")
+    value = fresh.mean_feature_floors(3.0).value
+    np.testing.assert_allclose(value, np.full((1, 3), 3 * math.exp(-2 * fresh.account.mechanism().kl())), rtol=1e-12)
+    one = linear_ledger(0.3, 4, noise_multiplier=3.0, max_grad_norm=1.0)
+    groups = [0, 0, 3, 3]  # nobody is in groups 1 and 2
+    value = one.mean_feature_floors(3.0, groups).value[:, 0]
+    least = 3 * math.exp(-2 * one.account.mechanism().kl())
+    assert value[1] == value[2] == pytest.approx(least)
+    assert value[0] == value[3] > least
+    for bad, message in ((0.0, "variance must be greater than 0"), ([1.0, 2.0], "one number, or 3 of them")):
+        with pytest.raises(ValueError, match=message):
+            fresh.mean_feature_floors(bad)
+    with pytest.raises(ValueError, match="diagonal must have been kept"):
+        FisherAccountant(account()).mean_feature_floors(1.0)

@@ -318,6 +318,7 @@ def _ledger_cases(folder: Path) -> Iterator[Case]:
     yield method("add_distances", indices=[0, 1], found=_distances, weight=1.0, stratified=False)
     yield method("divergence", world="removed", confidence=0.95)
     yield method("max_success", baseline=0.1, world="removed", confidence=0.95)
+    yield method("mean_feature_floors", variance=1.0, groups=[0] * _ledger().account.records)
     norms = _only(indices=[0, 1], clipped_norm=torch.ones(2), weight=1.0, stratified=False)
     empty = lambda **given: rb.FisherAccountant(_account()).add_norms(**given)  # noqa: E731
     yield Case("FisherAccountant.add_norms", empty, norms, called={"clipped_norm": "indices"})

@@ -124,24 +124,43 @@ def test_the_first_sentence_says_what_the_table_and_the_json_say(
     assert f"{lead.name} at most {own} where 10% without" in shown
 
 
-def test_average_floors_are_van_trees(folder: Path) -> None:
+def test_average_floors_are_the_best_of_three(folder: Path) -> None:
+    """Van Trees, the mean divergence to the column's own world, and what the mechanism allows to be told."""
     found = seen(folder)
     assert found.leakage.average_diagonal is not None
+    assert found.leakage.nats is not None
     variance, info = found.leakage.facts["prior_variance"], found.leakage.average_diagonal.flatten().tolist()
-    for j, (with_it, without) in enumerate(found.average_floors().values()):
-        width = found.leakage.facts["scale"][j]
-        assert without == pytest.approx(width * variance[j] ** 0.5)
-        assert with_it == pytest.approx(width * (info[j] + 1 / variance[j]) ** -0.5)
+    nats, kl = found.leakage.facts["mean_nats"], account_of(found.run).mechanism().kl()
+    floors = found.average_floors()
+    assert list(floors) == ["age", "income"] == [world.name for world in found.worlds[1:3]]
+    for j, (with_it, without) in enumerate(floors.values()):
+        assert nats[j + 1] >= float(found.leakage.nats[j + 1].mean()) * (1 - 1e-12)  # those are capped one by one
+        width, v = found.leakage.facts["scale"][j], variance[j]
+        three = [1 / (info[j] + 1 / v), v * np.exp(-2 * min(nats[j + 1], kl)), v * np.exp(-2 * kl)]
+        assert without == pytest.approx(width * v**0.5)
+        assert with_it == pytest.approx(width * max(three) ** 0.5)
         assert with_it < without
+    large = replace(found.leakage, average_diagonal=1e9 * found.leakage.average_diagonal)
+    less = Success(found.run, large).average_floors()
+    told = Success(found.run, replace(large, facts={**large.facts, "mean_nats": [1e9] * 4})).average_floors()
+    older = {name: fact for name, fact in large.facts.items() if name != "mean_nats"}
+    for j, name in enumerate(floors):
+        assert less[name][0] == pytest.approx(floors[name][1] * np.exp(-min(nats[j + 1], kl)))
+        assert told[name][0] == pytest.approx(floors[name][1] * np.exp(-kl))
+    assert Success(found.run, replace(large, facts=older)).average_floors() == told
 
 
-def test_average_floors_need_a_model_without_caveats(folder: Path) -> None:
-    """They rest on Fisher information, which misses what jumps; the chances do not."""
+def test_average_floors_of_a_model_with_caveats_rest_on_divergences(folder: Path) -> None:
+    """Fisher information misses what jumps; divergences do not."""
     run, leakage = read_audit(folder)
     told = headline(View(run, leakage))
     assert "with this model (an estimate) and by" in told[-2]
-    kinked = headline(View(replace(run, caveats={"kinks": "The floors are not proved."}), leakage))
-    assert kinked == [*told[:-2], told[-1]]
+    assert leakage.average_diagonal is not None
+    small = replace(leakage, average_diagonal=1e-9 * leakage.average_diagonal)
+    kinked = replace(run, caveats={"kinks": "The floors are not proved."})
+    nothing = Success(run, replace(leakage, average_diagonal=None)).average_floors()
+    assert Success(kinked, small).average_floors() == nothing != Success(run, small).average_floors()
+    assert "with this model (an estimate) and by" in headline(View(kinked, small))[-2]
 
 
 def test_the_largest_chance_leads_where_there_are_no_columns(folder: Path) -> None:
@@ -203,7 +222,8 @@ def test_without_fisher_information_the_page_has_the_chances_only(folder: Path) 
     assert "unbiased attacker errs" not in page
     first = headline(View(run, bare))
     assert first[0].startswith(f"{INFERRED}whoever could guess")
-    assert len(first) == 2
+    assert len(first) == 3
+    assert first[1].startswith("Averaged over the records, a guess of ")  # by divergences
 
 
 def table_rows(page: str) -> list[list[str]]:

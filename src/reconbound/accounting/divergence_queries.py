@@ -1,6 +1,6 @@
 """What divergences to another world say of every attacker: chances, advantages and errors, by ledger or mechanism.
 
-Derivations: docs/theory/any_attacker.md 6.8 to 6.12. The ledger and the report ask the same object.
+Derivations: docs/theory/any_attacker.md 6.8 to 6.13. The ledger and the report ask the same object.
 """
 
 from __future__ import annotations

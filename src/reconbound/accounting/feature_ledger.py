@@ -99,7 +99,7 @@ def average_floor(account: Account, information: Any, variance: Any) -> Bound:
 
         mean over records of E(ẑ_ij − z_ij)² ≥ max{ 1/(mean I_jj + 1/v_j),  v_j e^{−2 KL} }
 
-    The second is Shannon's (docs/theory/any_attacker.md 6.12): a prior with Fisher information 1/v has an entropy power
+    The second is Shannon's (docs/theory/any_attacker.md 6.13): a prior with Fisher information 1/v has an entropy power
     of at least v, and KL bounds what the release tells, whatever the data.
 
     Args:
