@@ -1,4 +1,4 @@
-"""What divergences to another world say of every attacker: chances, advantages and errors, by ledger or mechanism.
+"""Chances, advantages and errors of every attacker, from divergences to another world and from the mechanism.
 
 Derivations: docs/theory/any_attacker.md 6.8 to 6.13. The ledger and the report ask the same object.
 """
