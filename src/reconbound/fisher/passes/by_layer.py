@@ -50,7 +50,8 @@ class LayerPass:
         targets: what the loss takes.
         check: refuse gradients that do not depend on z; and where a batch is due, first run two records without the
             others, to see that every layer's input has a row for each record, in their order. That no row has another
-            record's gradients is seen without it too. Due are a first batch, one after 1, 2, 4, ..., any larger one.
+            record's gradients is seen without it too. Due are a first batch, one after 1, 2, 4, ..., any larger one;
+            one in which no record has a gradient shows nothing and is not counted.
         measured: keep the graph, for products with J; without it there are only norms and weighted sums.
         sloped: also take ∇_z ℓ on the way.
     """
@@ -89,7 +90,7 @@ class LayerPass:
                 deltas = list(torch.autograd.grad(losses.sum(), at, **how))
             if due and live:
                 check_rows_own(losses, sites, deltas[: len(sites)])
-            if live:
+            if live and not (due and _all_zero(deltas[: len(sites)])):  # such a batch would show nothing
                 passed.add(len(z))
         at_z = deltas.pop() if sloped else None
         self.at_z = torch.zeros_like(z) if at_z is None else at_z.detach()
@@ -438,6 +439,10 @@ def _backward(outputs: list[Tensor], z: Tensor, seeds: list[Tensor], *, create_g
 def _kept(site: Site, value: Tensor) -> Tensor:
     keep = site.rule.keep(site.a) if isinstance(site.rule, EmbeddingRule) else None
     return value if keep is None else value * keep
+
+
+def _all_zero(deltas: list[Tensor | None]) -> bool:
+    return not any(bool(delta.any()) for delta in deltas if delta is not None)
 
 
 def _uses(names: Any) -> dict[str, list[int]]:
