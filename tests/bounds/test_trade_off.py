@@ -262,3 +262,14 @@ def test_wrong_values_are_named():
     ):
         with pytest.raises(InputError, match=name):
             call()
+
+
+@pytest.mark.parametrize("mu", [0.3, 2.0])
+def test_epsilon_is_the_inverse_of_delta(mu):
+    curve = GaussianTradeOff(mu)
+    for delta in (1e-9, 1e-5, 0.01):
+        epsilon = curve.epsilon(delta)
+        assert curve.delta(epsilon) <= delta
+        assert curve.delta(epsilon * (1 - 1e-6)) > delta
+    assert curve.epsilon(0.9) == 0.0
+    assert DPTradeOff(1.0, 0.01).epsilon(0.001) is None

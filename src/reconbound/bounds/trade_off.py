@@ -82,6 +82,23 @@ class TradeOff(ABC):
         """Returns the largest TPR − FPR of a test: the total variation distance."""
         return float(self.delta(0.0))
 
+    def epsilon(self, delta: float) -> float | None:
+        """Returns the smallest ε ≥ 0 with δ(ε) at most this, rounded up; None where there is none below 10,000.
+
+        Args:
+            delta: δ.
+        """
+        target = number("delta", delta, above=0.0, below=1.0)
+        low, high = 0.0, 1e4
+        if float(self.delta(high)) > target:
+            return None
+        if float(self.delta(low)) <= target:
+            return 0.0
+        while high - low > 1e-12 * high:
+            middle = (low + high) / 2
+            low, high = (middle, high) if float(self.delta(middle)) > target else (low, middle)
+        return high
+
     def bayes_risk(self, prior: Any) -> Any:
         """Returns the smallest chance to err of who must say which of the two releases it is.
 

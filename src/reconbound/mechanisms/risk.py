@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from reconbound._internal.checks import InputError, whole
 from reconbound.bounds.success import chances
-from reconbound.bounds.trade_off import GaussianDP, Least, TradeOff
-from reconbound.mechanisms.base import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, Mechanism
-from reconbound.mechanisms.dp_accounting import as_mechanism
+from reconbound.bounds.trade_off import GaussianDP, TradeOff
+from reconbound.mechanisms.base import ADD_REMOVE, ADJACENCIES, REPLACE_ONE
+from reconbound.mechanisms.group import group_of
 
 #: False-positive rates at which true-positive rates are reported.
 FPRS = tuple(10.0**-i for i in range(1, 11))
@@ -95,7 +94,7 @@ def risks(
     """
     rates, odds = chances("fprs", fprs).ravel(), chances("priors", priors).ravel()
     blind = chances("baselines", baselines).ravel()
-    curve = trade_off(as_mechanism(mechanism), adjacency, group)
+    curve = group_of(mechanism, group).trade_off(adjacency)
     if curve is None:
         return None
     return Risks(
@@ -107,27 +106,6 @@ def risks(
         success=_pairs(blind, curve.tpr(blind)),
         gdp=curve.gdp(),
     )
-
-
-def trade_off(mechanism: Mechanism, adjacency: str = REPLACE_ONE, group: int = 1) -> TradeOff | None:
-    """Returns the trade-off curve of a mechanism, for a person with several rows.
-
-    It is the better of two: the steps from row to row, and the mechanism with all rows as one record.
-
-    Args:
-        mechanism: the mechanism.
-        adjacency: "replace-one" or "add/remove".
-        group: the number of rows.
-    """
-    size = whole("group", group)
-    curve = mechanism.trade_off(adjacency)
-    if curve is None or size == 1:
-        return curve
-    try:
-        together = mechanism.for_group(size).trade_off(adjacency)
-    except InputError:  # nothing more is known of groups from this mechanism
-        together = None
-    return curve.group(size) if together is None else Least([curve.group(size), together])
 
 
 def _pairs(given: np.ndarray, found: Any) -> tuple[tuple[float, float], ...]:

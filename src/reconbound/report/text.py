@@ -19,6 +19,7 @@ from reconbound.accounting.confidence import describe_one_run
 from reconbound.mechanisms import SampledGaussian
 from reconbound.mechanisms.base import BLIND, Protection
 from reconbound.mechanisms.calibrate import Calibration, calibrate
+from reconbound.mechanisms.group import group_of
 from reconbound.report.folder import CHOSEN_SEED, SECURE_NOISE, TORCH_NOISE, Run
 from reconbound.report.formats import amount, count, paragraphs, plain, plus_minus, rough
 from reconbound.report.headline import BEYOND, any_attacker_sentences, model_caveats
@@ -163,7 +164,7 @@ def public_assumptions(run: Run, noun: str, part: str) -> list[tuple[str, str]]:
     """
     mechanism, rates = run_mechanism(run), []
     if mechanism is not None:  # what it guarantees to somebody who has several rows
-        chances = [(k, format_percent(float(mechanism.for_group(k).rero(BLIND)))) for k in (2, 5, 10)]
+        chances = [(k, format_percent(float(group_of(mechanism, k).rero(BLIND)))) for k in (2, 5, 10)]
         rates = [f"at most {chance} with {k} {noun}s" for k, chance in chances if chance != "100%"]
         rates += [f"not bounded with {k} {noun}s or more" for k, chance in chances if chance == "100%"][:1]
     facts = {"model": model_caveats(run.caveats), "rates": rates, "blind": format_percent(BLIND), "noise": ""}
