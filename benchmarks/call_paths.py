@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import io
 import sys
 import tempfile
@@ -31,8 +32,8 @@ PACKAGE = Path(reconbound.__file__).parent
 class Trace:
     """Counts the functions of the package that are called, and how deeply its frames are nested.
 
-    Frames of other packages between two of reconbound's do not count as levels. Bodies of modules, comprehensions and
-    lambdas do not count as functions.
+    Frames of other packages between two of reconbound's do not count as levels. Bodies of modules and classes,
+    comprehensions and lambdas do not count as functions.
     """
 
     def __init__(self) -> None:
@@ -44,7 +45,8 @@ class Trace:
         code = frame.f_code
         if code not in self._own:
             own = code.co_filename.startswith(str(PACKAGE)) and code.co_filename.endswith(".py")  # not a template's
-            self._own[code] = own and not code.co_name.startswith("<")
+            is_function = bool(code.co_flags & inspect.CO_OPTIMIZED)  # bodies of modules and classes are not
+            self._own[code] = own and is_function and not code.co_name.startswith("<")
         if not self._own[code]:
             return
         if event == "call":

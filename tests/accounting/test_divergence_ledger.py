@@ -241,6 +241,9 @@ def test_a_stopped_training_has_the_ledger_of_a_whole_one(tmp_path: Any) -> None
     assert all(torch.equal(resumed.state()[name], value) for name, value in whole.state().items() if name[0] == "n")
     with pytest.raises(ValueError, match="worlds"):
         learner(**{**options, "worlds": {"all": Replacement(1.0)}}, checkpoint=tmp_path).fit(9)
+    (name, *_), others = WORLDS, dict(list(WORLDS.items())[1:])
+    with pytest.raises(ValueError, match=r"worlds was .*0\.375"):  # the same name with another value
+        learner(**{**options, "worlds": {name: Replacement(0.375), **others}}, checkpoint=tmp_path).fit(9)
 
 
 def account(**changes: Any) -> Account:

@@ -19,8 +19,8 @@ import auditing
 from pages import certainty_text, view_of
 from reconbound import report
 from reconbound._internal.formatting import format_limit
-from reconbound.auditing.leakage import baseline_of
 from reconbound.auditing.options import settle
+from reconbound.auditing.priors import baseline_of
 from reconbound.auditing.run import floors_of, run_audit, train
 from reconbound.cli.app import run as command
 from reconbound.cli.audit import describe_audit

@@ -12,9 +12,9 @@ import torch
 
 import auditing
 from reconbound._internal.checks import DataShown, InputError
-from reconbound.auditing.leakage import copies_of, leakage_of
+from reconbound.auditing.leakage import leakage_of
 from reconbound.auditing.options import about, default_options, open_folder, settle
-from reconbound.auditing.priors import category_facts
+from reconbound.auditing.priors import category_facts, copies_of
 from reconbound.auditing.release import load_release, write_inputs
 from reconbound.auditing.run import facts_of, train
 from reconbound.auditing.worlds import worlds_of

@@ -117,7 +117,7 @@ def test_readme_has_exactly_two_make_commands() -> None:
 
 
 def test_readme_is_short() -> None:
-    assert len((HOME / "README.md").read_text(encoding="utf-8").split()) < 850
+    assert len((HOME / "README.md").read_text(encoding="utf-8").split()) <= 650
 
 
 def command_lines(page: str) -> list[list[str]]:
@@ -178,18 +178,15 @@ def test_notes_on_epsilon_and_opacus_sample_rate() -> None:
 
 
 def test_floors_of_an_epsilon() -> None:
-    """The floors that the README and the calculator's page state for ε = 3.897 at δ = 1e-5 on [0, 16]."""
+    """The floors that the calculator's page states for ε = 3.897 at δ = 1e-5 on [0, 16]."""
     known, only = SampledGaussian(1.0, 1 / 29, 300, clip="hard"), DP(3.897, 1e-5, "add/remove")
-    page, readme = ((HOME / path).read_text(encoding="utf-8") for path in (CALCULATOR, "README.md"))
+    page = (HOME / CALCULATOR).read_text(encoding="utf-8")
     rows = {}
     for mechanism in (known, only):
         floors = [guarantee(mechanism, dim=dim, high=16)["rate_distortion"].rmse for dim in (10, 64, 784)]
         rows[mechanism] = [f"±{format_floor(floor)}" for floor in floors]
     assert f"| the mechanism | ±6.75 | {' | '.join(rows[known])} |" in page
     assert f"| only its ε | ±0.324 | {' | '.join(rows[only])} |" in page
-    ten, many, most = rows[only]
-    sentence = f"least {ten}, {many} or {most} on some record of 10, 64 or 784 values in [0, 16]; a guess errs by ±8."
-    assert sentence in " ".join(readme.split())
 
 
 @pytest.mark.filterwarnings("ignore")

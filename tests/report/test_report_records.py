@@ -207,9 +207,10 @@ def test_floors_beyond_the_range_are_marked(people: Path) -> None:
 def test_record_floor_is_below_the_mean_of_its_columns(people: Path) -> None:
     """d/Tr I ≤ mean of 1/I_jj: a record's floor is no more than the root mean square of its columns'."""
     view = view_of(people)
+    records, information = view.column_information
     for record in view.leakage.kept.tolist():
         shares = view.feature_floors(record) / view.scale
-        trace = float(view.column_information[1][view.measured_rows[record]].sum())
+        trace = float(information[records == record].sum())
         assert (view.features / trace) ** 0.5 <= np.sqrt(np.square(shares).mean())
     reported = dict(text.assumptions(view))["What a floor is"]
     assert "harmonic mean of their squares 1/I_jj" in reported

@@ -59,7 +59,12 @@ def write_whole(path: str | os.PathLike[str], content: bytes, *, mode: int = CON
     finally:
         with suppress(OSError):
             beside.unlink(missing_ok=True)
-    _flush_folder(target.parent)
+    with suppress(OSError):  # makes the rename survive a loss of power, where the system lets a folder be flushed
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def disk_fault(error: BaseException) -> str | None:
@@ -91,16 +96,6 @@ def remove_leftovers(*folders: Path, older_than: float = 0.0) -> None:
         with suppress(FileNotFoundError):
             if is_leftover(leftover.name) and time.time() - leftover.stat().st_mtime >= older_than:
                 leftover.unlink()
-
-
-def _flush_folder(folder: Path) -> None:
-    """Makes the rename survive a loss of power, where the system allows a folder to be flushed."""
-    with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def sealed_json(content: Mapping[str, Any]) -> bytes:
@@ -225,8 +220,8 @@ def sealed(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> bytes:
     }
     own = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     content = save(own, metadata)
-    header = content[: _header_end(content)]
-    found = [m for m in _SEAL.finditer(header) if m.group(1).decode() == _BLANK]
+    header_end = 8 + int.from_bytes(content[:8], "little")
+    found = [m for m in _SEAL.finditer(content[:header_end]) if m.group(1).decode() == _BLANK]
     if len(found) != 1:
         raise ValueError("a tensor's name or a fact looks like the file's own seal")
     start, end = found[0].span(1)
@@ -242,7 +237,7 @@ def unsealed(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str,
     from safetensors.torch import load
 
     content = Path(path).read_bytes()
-    end = _header_end(content)
+    end = 8 + int.from_bytes(content[:8], "little")  # of the header
     seal = _SEAL.search(content[:end]) if 8 < end <= len(content) else None
     if seal is None:
         raise Unreadable(f"{os.fspath(path)} is cut off or not a file of reconbound's")
@@ -256,7 +251,3 @@ def unsealed(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str,
         return load(content), facts
     except Exception as reason:  # a correct digest does not say who made the file
         raise Unreadable(f"{os.fspath(path)} is not a file of reconbound's ({reason})") from None
-
-
-def _header_end(content: bytes) -> int:
-    return 8 + int.from_bytes(content[:8], "little")

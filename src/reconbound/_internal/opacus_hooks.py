@@ -64,15 +64,11 @@ def unhooked(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 def is_wrapper(model: Any) -> bool:
     """Returns whether a model is one of Opacus's own modules around a network."""
-    return _of_opacus(model, "opacus.grad_sample") and hasattr(model, "_module")
+    kinds = type(model).__mro__
+    return any(kind.__module__.startswith("opacus.grad_sample") for kind in kinds) and hasattr(model, "_module")
 
 
 def by_opacus(hook: Any) -> bool:
     """Returns whether a hook is one of Opacus's own."""
     owner = getattr(getattr(hook, "func", hook), "__self__", None)  # a method, or a partial of one
-    return _of_opacus(owner, "opacus.")
-
-
-def _of_opacus(thing: Any, package: str) -> bool:
-    """Returns whether the class of an object, or one of its bases, is defined in the package."""
-    return any(kind.__module__.startswith(package) for kind in type(thing).__mro__)
+    return any(kind.__module__.startswith("opacus.") for kind in type(owner).__mro__)

@@ -60,6 +60,7 @@ class FisherAccountant:
             model.
         traces: the ledger of the records, which also reads single runs and spectral norms.
         features: the ledger of their features.
+        diagonal: the kind of that ledger: "none", "all", "average", "some" or "chosen".
         caveats: what must be stated with every floor of this ledger, collected from what is added to it.
         needs_range: whether `guarantee` requires low and high: the private part is not known to lie in [0, 1].
 
@@ -87,6 +88,7 @@ class FisherAccountant:
             raise InputError("keep_runs_at", f"must end with the account's {account.steps} steps", kept)
         self.traces = RecordLedger(account, self.device, spectral=flag("spectral", spectral), keep_at=kept)
         self.features = FeatureLedger(account, diagonal, self.device)
+        self.diagonal = self.features.kind
         self.divergences = DivergenceLedger(account, worlds, self.device, kept)
         self.feature_scale = checked_scale(feature_scale, account.features)
         self._fingerprints = Fingerprints()
@@ -105,11 +107,6 @@ class FisherAccountant:
     def runs(self) -> int:
         """Returns the number of finished runs."""
         return self.traces.runs
-
-    @property
-    def diagonal(self) -> str:
-        """Returns the kind of per-feature ledgers: "none", "all", "average", "some" or "chosen"."""
-        return self.features.kind
 
     @property
     def rows(self) -> Tensor | None:

@@ -35,13 +35,6 @@ def checked_weight(account: Account, weight: float, stratified: bool) -> float:
     return float(weight)
 
 
-def check_type(found: Any, kind: type = StepInformation) -> None:
-    """Refuses an object that is not a step's measurement of this kind."""
-    if not isinstance(found, kind):
-        function = "step_information" if kind is StepInformation else "step_distances"
-        raise InputError("found", f"must be what {function} returns", found)
-
-
 Found = TypeVar("Found", StepInformation, StepDistances)
 
 
@@ -50,12 +43,12 @@ def checked_records(given: Any, found: Found, kind: type[Found], records: int) -
 
     Masked rows are left out: they are padding, not measurements.
     """
-    check_type(found, kind)
-    indices = _checked_rows(given, len(found.clipped_norm))
-    if found.mask is not None:
-        kept = torch.nonzero(found.mask).flatten()
-        found, indices = _rows_of(found, kept), indices[kept.cpu()]
-    return _checked_distinct(indices, records), found
+    if not isinstance(found, kind):
+        function = "step_information" if kind is StepInformation else "step_distances"
+        raise InputError("found", f"must be what {function} returns", found)
+    kept = None if found.mask is None else torch.nonzero(found.mask).flatten()
+    indices = _checked_indices(given, len(found.clipped_norm), records, kept)
+    return indices, found if kept is None else _rows_of(found, kept)
 
 
 def checked_norms(given: Any, norms: Any, account: Account) -> tuple[Tensor, Tensor]:
@@ -69,7 +62,7 @@ def checked_norms(given: Any, norms: Any, account: Account) -> tuple[Tensor, Ten
     if not isinstance(norms, Tensor) or norms.dim() != 1 or not norms.is_floating_point():
         raise InputError("clipped_norm", "must be a tensor of norms, (B,)", getattr(norms, "shape", norms))
     check_clipped("clipped_norm", norms, account)
-    return _checked_distinct(_checked_rows(given, len(norms)), account.records), norms.detach()
+    return _checked_indices(given, len(norms), account.records), norms.detach()
 
 
 def check_clipped(name: str, norms: Tensor, account: Account) -> None:
@@ -81,7 +74,8 @@ def check_clipped(name: str, norms: Tensor, account: Account) -> None:
         raise InputError(name, why, float(norms[bad[0]]))
 
 
-def _checked_rows(given: Any, size: int) -> Tensor:
+def _checked_indices(given: Any, size: int, records: int, kept: Tensor | None = None) -> Tensor:
+    """Returns `size` indices of distinct records, or those in the places `kept`; refuses others."""
     indices = given
     with suppress(TypeError, ValueError, RuntimeError):  # a list or an array of whole numbers will do
         indices = torch.as_tensor(given)
@@ -92,6 +86,14 @@ def _checked_rows(given: Any, size: int) -> Tensor:
     if tuple(indices.shape) != (size,):
         have = len(indices) if indices.dim() == 1 else tuple(indices.shape)
         raise InputError("indices", f"must be {size}, one for each record found", have)
+    indices = indices if kept is None else indices[kept.cpu()]
+    if indices.numel() == 0:
+        return indices
+    low, high = int(indices.min()), int(indices.max())
+    if low < 0 or high >= records:
+        raise InputError("indices", f"must lie between 0 and {records - 1}", low if low < 0 else high)
+    if indices.unique().numel() != indices.numel():
+        raise InputError("indices", "must name each record at most once", indices.tolist())
     return indices
 
 
@@ -105,17 +107,6 @@ def _rows_of(found: Found, kept: Tensor) -> Found:
         elif f.name in ("other_norm", "squared_distance"):
             changes[f.name] = {name: x[kept] for name, x in value.items()}
     return replace(found, **changes)
-
-
-def _checked_distinct(indices: Tensor, records: int) -> Tensor:
-    if indices.numel() == 0:
-        return indices
-    low, high = int(indices.min()), int(indices.max())
-    if low < 0 or high >= records:
-        raise InputError("indices", f"must lie between 0 and {records - 1}", low if low < 0 else high)
-    if indices.unique().numel() != indices.numel():
-        raise InputError("indices", "must name each record at most once", indices.tolist())
-    return indices
 
 
 def check_information(account: Account, indices: Tensor, found: StepInformation) -> None:

@@ -144,12 +144,9 @@ class Segments:
         spans = zip(starts, counts, budgets or [plan.budget] * len(counts), strict=True)
         return cls(starts, tuple(replace(plan, steps=end - start, budget=b) for start, end, b in spans))
 
-    def _part(self, step: int) -> int:
-        return bisect.bisect_right(self.starts, step) - 1
-
     def weight(self, step: int) -> float:
         """Returns L q of the step's block."""
-        k = self._part(step)
+        k = bisect.bisect_right(self.starts, step) - 1
         return self.parts[k].weight(step - self.starts[k])
 
     def at(self, seed: int, step: int) -> list[Tensor]:
@@ -159,7 +156,7 @@ class Segments:
             seed: of the random assignment.
             step: the number of the step.
         """
-        k = self._part(step)
+        k = bisect.bisect_right(self.starts, step) - 1
         return self.parts[k].at(derive(seed, "segment", k), step - self.starts[k])
 
 

@@ -42,6 +42,8 @@ class Ledger:
     def __init__(self, device: torch.device, keep_at: Sequence[int] = ()) -> None:
         self.device, self.runs, self.keep_at = device, 0, tuple(keep_at)
         self.state: dict[str, Tensor] = {}
+        self._quantities: dict[str, None] = {}  # their names, in order
+        self._kept: dict[str, None] = {}  # the tensors of single runs
 
     def keep(self, name: str, *shape: int, dtype: torch.dtype = torch.float64, error: bool = False) -> None:
         """Creates the empty tensors of a quantity.
@@ -52,6 +54,7 @@ class Ledger:
             dtype: of each tensor.
             error: whether to keep what its standard error is computed from.
         """
+        self._quantities[name] = None
         for ending in ("", "_mean", "_error")[: 3 if error else 2]:
             self.state[name + ending] = torch.zeros(*shape, dtype=dtype, device=self.device)
 
@@ -59,13 +62,8 @@ class Ledger:
         """Creates "kept_" tensors with one row for each run and step count, where step counts are asked for."""
         for name in names if self.keep_at else ():
             like = self.state[name]
+            self._kept[f"kept_{name}"] = None
             self.state[f"kept_{name}"] = torch.zeros(0, *like.shape, dtype=like.dtype)
-
-    def _kept(self) -> list[str]:
-        return [name for name in self.state if name.startswith("kept_")]
-
-    def _quantities(self) -> list[str]:
-        return [name for name in self.state if f"{name}_mean" in self.state]
 
     def run_counts(self, name: str) -> int | Tensor:
         """Returns the number of finished runs in the quantity's mean; a subclass may have one for each row."""
@@ -75,14 +73,14 @@ class Ledger:
 
     def keep_step(self, step: int) -> None:
         """Keeps the sums of the present run after this many steps, where they are asked for."""
-        for name in self._kept() if step in self.keep_at else ():
+        for name in self._kept if step in self.keep_at else ():
             row = self.state[name.removeprefix("kept_")].cpu()[None].clone()
             self.state[name] = torch.cat([self.state[name], row])
 
     def finish_run(self) -> None:
         """Adds the present run to the means and starts an empty one."""
         self.runs += 1
-        for name in self._quantities():
+        for name in self._quantities:
             total, mean, error = (self.state.get(name + ending) for ending in ("", "_mean", "_error"))
             assert total is not None
             assert mean is not None
@@ -96,18 +94,18 @@ class Ledger:
 
     def clear_run(self) -> None:
         """Empties the sums of the present run, except what has been kept in a finished run."""
-        for name in self._quantities():
+        for name in self._quantities:
             self.state[name].zero_()
-        for name in self._kept():
+        for name in self._kept:
             self.state[name] = self.state[name][: self.runs * len(self.keep_at)]
 
     def merge(self, other: Ledger) -> None:
         """Adds the finished runs of another ledger with the same tensors."""
         done = self.runs * len(self.keep_at)
-        for name in self._kept():
+        for name in self._kept:
             rows, theirs = self.state[name], other.state[name][: other.runs * len(self.keep_at)]
             self.state[name] = torch.cat([rows[:done], theirs, rows[done:]])
-        for name in self._quantities():
+        for name in self._quantities:
             mean, theirs = self.state[f"{name}_mean"], other.state[f"{name}_mean"].to(self.device)
             more, total = other.run_counts(name), self.run_counts(name) + other.run_counts(name)
             share = more / total if isinstance(total, int) else more / total.clamp(min=1)

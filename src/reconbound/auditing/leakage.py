@@ -8,7 +8,7 @@ third way). The most exposed records are measured closely, and all records where
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import replace
 from itertools import pairwise
@@ -26,11 +26,8 @@ from reconbound.accounting.confidence import upper_limit
 from reconbound.accounting.divergence_ledger import DivergenceLedger
 from reconbound.auditing.models import score
 from reconbound.auditing.options import ADVICE, AuditOptions
-from reconbound.auditing.priors import category_facts, flat_inputs, guess_of, missing_of, prior_variance
-from reconbound.auditing.worlds import describe_left_out, worlds_of
+from reconbound.auditing.priors import dataset_facts, guess_of, missing_of
 from reconbound.data import Dataset
-from reconbound.data.dataset import find_copies
-from reconbound.fisher.worlds import REMOVED
 from reconbound.report.folder import Leakage, packed_names
 from reconbound.training.private_sgd import PrivateSGD
 from reconbound.training.settings import Callback
@@ -235,12 +232,13 @@ def leakage_of(dataset: Dataset, options: AuditOptions, measurements: SnapshotMe
         diagonals = _measure_diagonals(dataset, options, measurements, kept)
     first = _history_of(learner)
     known, scored = ([h for h in first if name in h] for name in (_QUANTILES[0], "accuracy"))
-    facts = {**dataset_facts(dataset), **world_facts(dataset, ledger.divergences.worlds)}
+    facts = {**dataset_facts(dataset, ledger.divergences.worlds), "confidence": CONFIDENCE}
     facts["mean_nats"] = [float(ledger.divergences.towards(world).mean()[0]) for world in ledger.divergences.worlds]
+    limited = ledger.runs > 1 and rules
     return Leakage(
         dfil=_stacked([ledger.dfil(rule) for rule in rules], learner.records),
         error=_stacked([ledger.standard_error(rule) for rule in rules], learner.records),
-        upper=_stacked([ledger.upper(rule, CONFIDENCE, warn=False) for rule in rules]) if _limited(ledger) else None,
+        upper=_stacked([ledger.upper(rule, CONFIDENCE, warn=False) for rule in rules]) if limited else None,
         measured=measured,
         targets=torch.from_numpy(np.array(dataset.targets)),
         kept=kept,
@@ -257,42 +255,16 @@ def leakage_of(dataset: Dataset, options: AuditOptions, measurements: SnapshotMe
     )
 
 
-def _limited(ledger: FisherAccountant) -> bool:
-    return ledger.runs > 1 and bool(ledger.account.kept_rules)
-
-
 def divergences_of(ledger: DivergenceLedger) -> dict[str, Any]:
     """Returns D of each record to every world, its upper limits, and how often it was measured; (worlds, N) each."""
     found = {
         "nats": _stacked([ledger.divergence(world) for world in ledger.worlds]),
         "nats_measured": _stacked([ledger.times(world) for world in ledger.worlds]),
     }
-    if ledger.runs > 1:
-        found["nats_upper"] = _stacked([_upper_nats(ledger, world) for world in ledger.worlds])
+    if ledger.runs > 1:  # at most the mechanism's cap, but infinite where there is no limit
+        pairs = [(upper_limit(ledger.estimates(world), CONFIDENCE), ledger.cap(world)) for world in ledger.worlds]
+        found["nats_upper"] = _stacked([torch.where(x.isinf(), x, x.clamp(max=cap)) for x, cap in pairs])
     return found
-
-
-def _upper_nats(ledger: DivergenceLedger, world: str) -> Tensor:
-    """Returns upper limits of D, (N,): at most the mechanism's cap, but infinite where there is no limit."""
-    limit = upper_limit(ledger.estimates(world), CONFIDENCE)
-    return torch.where(limit.isinf(), limit, limit.clamp(max=ledger.cap(world)))
-
-
-def world_facts(dataset: Dataset, worlds: Sequence[str]) -> dict[str, Any]:
-    """Returns what the worlds of a ledger are, in its order, and what is known of the private part without the model.
-
-    Args:
-        dataset: the data of the audit.
-        worlds: names of the ledger's worlds.
-    """
-    own = worlds_of(dataset)
-    kinds = {name: {"kind": world.kind, "reference": world.reference} for name, world in own.items()}
-    removed = {"kind": REMOVED, "reference": ""}
-    return {
-        "worlds": [{"name": name, **kinds.get(name, removed)} for name in worlds],
-        "prior_variance": prior_variance(dataset),
-        **category_facts(dataset),
-    }
 
 
 def _history_of(learner: PrivateSGD) -> list[dict[str, float]]:
@@ -399,20 +371,6 @@ def snapshot_counts(options: AuditOptions, records: int, numbers: int) -> tuple[
     return times, 1 if times >= 4 else 2
 
 
-def baseline_of(dataset: Dataset) -> float | None:
-    """Returns the test accuracy of always predicting the most frequent training class (R² of the mean target).
-
-    Returns None where there are no test data (or one number only).
-    """
-    known, truth = np.asarray(dataset.targets), np.asarray(dataset.test_targets)
-    if 0 in (len(known), len(truth)):
-        return None
-    if dataset.task == "classes":
-        return float((truth == np.bincount(known).argmax()).mean())
-    spread = float(truth.var(dtype=np.float64))
-    return 1 - float(np.square(truth - known.mean(dtype=np.float64)).mean()) / spread if spread > 0 else None
-
-
 def chosen(dfil: Tensor, measured: Tensor) -> tuple[Tensor, int]:
     """Chooses records to keep whole among those measured: the most exposed, then the least exposed (the least last).
 
@@ -433,53 +391,3 @@ def chosen(dfil: Tensor, measured: Tensor) -> tuple[Tensor, int]:
 def _stacked(rows: list[Tensor], records: int = 0) -> Tensor:
     """Returns the rows as one tensor on the CPU; of no rows one of shape (0, records)."""
     return torch.stack(rows).cpu() if rows else torch.zeros((0, records), dtype=torch.float64)
-
-
-def copies_of(dataset: Dataset) -> dict[str, Any]:
-    """Counts the records that have exact copies among the others, and finds the size of the largest group.
-
-    This is done for whole records, and ("private") for records that agree in the private features and the target only.
-    """
-
-    def count(inputs: np.ndarray) -> dict[str, Any]:
-        groups = find_copies(inputs, dataset.targets)
-        return {"records": sum(map(len, groups)), "largest": groups[0] if groups else []}
-
-    found = count(dataset.inputs)
-    private = np.concatenate(list(dataset.private_columns.values()))
-    if len(private) < len(dataset.features):
-        found["private"] = count(flat_inputs(dataset)[:, private])
-    return found
-
-
-def dataset_facts(dataset: Dataset) -> dict[str, Any]:
-    private, target = dataset.private_features, dataset.target
-    facts: dict[str, Any] = {
-        "class_names": list(dataset.class_names),
-        "feature_names": [f.name for f in private],
-        "units": [f.unit for f in private],
-        "scale": dataset.scale.tolist(),
-        "offset": dataset.offset.tolist(),
-        "private": None if dataset.private is None else dataset.private.tolist(),
-        "target_name": "" if target is None else target.name,
-        "target_unit": "" if target is None else target.unit,
-        "confidence": CONFIDENCE,
-        "task": dataset.task,
-        "inferred_ranges": dataset.inferred_ranges,
-        "notes": [*dataset.notes, *describe_left_out(dataset)],
-        "copies": copies_of(dataset),
-    }
-    if dataset.private is not None:
-        flat = flat_inputs(dataset)
-        marks: np.ndarray = np.all((flat == 0) | (flat == 1), axis=0)  # public numbers have no name: there 1 is not yes
-        pairs = zip(dataset.features, marks, strict=True)
-        # of all that is no private number: a private category is not named
-        facts["public_names"] = [
-            f.name if mark and not f.private else "" for f, mark in pairs if not f.private or f.category
-        ]
-    baseline = baseline_of(dataset)
-    if baseline is not None:
-        facts["accuracy_baseline"] = baseline
-    if dataset.task == "number" and target is not None:
-        facts |= {"target_offset": target.low, "target_scale": target.high - target.low}
-    return facts

@@ -128,7 +128,9 @@ def default_options(dataset: Dataset, *, worlds: bool = True, **changes: Any) ->
         own["lr"] = 1.0 if dataset.task == "classes" else 0.3
         own["budget"] = max(1.0, 6 / (own["steps"] * own["sample_rate"]))  # for the largest sets: six blocks per run
     if worlds and dataset.kind != "image":
-        own["budget"] = max(own.get("budget", 1.0), _budget_of_worlds(dataset, own))
+        # each record is measured 25 times in every world over five runs; less often where the data are many
+        epochs, measured = own["steps"] * own["sample_rate"], (1 + len(worlds_of(dataset))) * LOOKS
+        own["budget"] = max(own.get("budget", 1.0), min(measured, MOST_MEASURED / records) / float(epochs))
     return AuditOptions().with_changes(**{**own, **changes})
 
 
@@ -140,12 +142,6 @@ def without_derivative(options: AuditOptions, caveats: Mapping[str, str]) -> Aud
         caveats: of `check_model`.
     """
     return options.with_changes(rules=None) if "derivative" in caveats else options
-
-
-def _budget_of_worlds(dataset: Dataset, own: dict[str, Any]) -> float:
-    """Returns the budget with which five runs measure each record 25 times in every world; less for large sets."""
-    epochs = float(own["steps"] * own["sample_rate"])
-    return min((1 + len(worlds_of(dataset))) * LOOKS, MOST_MEASURED / len(dataset.inputs)) / epochs
 
 
 def make_learner(

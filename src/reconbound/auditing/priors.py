@@ -1,15 +1,18 @@
-"""Facts of the private part that need no model: guesses, what a regression leaves, shares of categories."""
+"""Facts of the data that need no model: copies, names and ranges, guesses, what a regression leaves, categories."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from scipy.special import xlogy
 
-from reconbound.auditing.worlds import world_names
+from reconbound.auditing.worlds import describe_left_out, world_names, worlds_of
 from reconbound.data import Dataset
+from reconbound.data.dataset import find_copies
 from reconbound.data.tables import MISSING
+from reconbound.fisher.worlds import REMOVED
 
 #: Inputs of a record above which no regression is made.
 MOST_INPUTS = 4096
@@ -114,3 +117,77 @@ def category_facts(dataset: Dataset) -> dict[str, Any]:
         names = [dataset.features[k].name.removeprefix(f"{column} = ") for k in places]
         where[name] = {"columns": places.tolist(), "names": names}
     return {"category_entropy": entropy, "category_columns": where} if entropy else {}
+
+
+def baseline_of(dataset: Dataset) -> float | None:
+    """Returns the test accuracy of always predicting the most frequent training class (R² of the mean target).
+
+    Returns None where there are no test data (or one number only).
+    """
+    known, truth = np.asarray(dataset.targets), np.asarray(dataset.test_targets)
+    if 0 in (len(known), len(truth)):
+        return None
+    if dataset.task == "classes":
+        return float((truth == np.bincount(known).argmax()).mean())
+    spread = float(truth.var(dtype=np.float64))
+    return 1 - float(np.square(truth - known.mean(dtype=np.float64)).mean()) / spread if spread > 0 else None
+
+
+def copies_of(dataset: Dataset) -> dict[str, Any]:
+    """Counts the records that have exact copies among the others, and finds the size of the largest group.
+
+    This is done for whole records, and ("private") for records that agree in the private features and the target only.
+    """
+
+    def count(inputs: np.ndarray) -> dict[str, Any]:
+        groups = find_copies(inputs, dataset.targets)
+        return {"records": sum(map(len, groups)), "largest": groups[0] if groups else []}
+
+    found = count(dataset.inputs)
+    private = np.concatenate(list(dataset.private_columns.values()))
+    if len(private) < len(dataset.features):
+        found["private"] = count(flat_inputs(dataset)[:, private])
+    return found
+
+
+def dataset_facts(dataset: Dataset, worlds: Sequence[str]) -> dict[str, Any]:
+    """Returns what a report says of the data: names, units, ranges, notes, copies, worlds, guesses without a model.
+
+    Args:
+        dataset: the data of the audit.
+        worlds: names of the ledger's worlds, in its order.
+    """
+    private, target = dataset.private_features, dataset.target
+    kinds = {name: {"kind": one.kind, "reference": one.reference} for name, one in worlds_of(dataset).items()}
+    removed = {"kind": REMOVED, "reference": ""}
+    facts: dict[str, Any] = {
+        "class_names": list(dataset.class_names),
+        "feature_names": [f.name for f in private],
+        "units": [f.unit for f in private],
+        "scale": dataset.scale.tolist(),
+        "offset": dataset.offset.tolist(),
+        "private": None if dataset.private is None else dataset.private.tolist(),
+        "target_name": "" if target is None else target.name,
+        "target_unit": "" if target is None else target.unit,
+        "task": dataset.task,
+        "inferred_ranges": dataset.inferred_ranges,
+        "notes": [*dataset.notes, *describe_left_out(dataset)],
+        "copies": copies_of(dataset),
+        "worlds": [{"name": name, **kinds.get(name, removed)} for name in worlds],
+        "prior_variance": prior_variance(dataset),
+        **category_facts(dataset),
+    }
+    if dataset.private is not None:
+        flat = flat_inputs(dataset)
+        marks: np.ndarray = np.all((flat == 0) | (flat == 1), axis=0)  # public numbers have no name: there 1 is not yes
+        pairs = zip(dataset.features, marks, strict=True)
+        # of all that is no private number: a private category is not named
+        facts["public_names"] = [
+            f.name if mark and not f.private else "" for f, mark in pairs if not f.private or f.category
+        ]
+    baseline = baseline_of(dataset)
+    if baseline is not None:
+        facts["accuracy_baseline"] = baseline
+    if dataset.task == "number" and target is not None:
+        facts |= {"target_offset": target.low, "target_scale": target.high - target.low}
+    return facts

@@ -19,8 +19,8 @@ from reconbound import __version__
 from reconbound._internal.checks import InputError, file_path
 from reconbound._internal.rng import random_states_kept
 from reconbound.accounting.accountant import FisherAccountant
-from reconbound.auditing.leakage import CONFIDENCE, chosen, copies_of, divergences_of
-from reconbound.auditing.priors import guess_of
+from reconbound.auditing.leakage import CONFIDENCE, chosen, divergences_of
+from reconbound.auditing.priors import copies_of, guess_of
 from reconbound.auditing.run import data_facts
 from reconbound.data import Dataset, Feature
 from reconbound.data.dataset import Pixels

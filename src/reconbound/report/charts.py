@@ -25,7 +25,6 @@ SERIES = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, GREY)
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 #: Decades around the median that a chart of floors shows; what lies beyond is drawn at its edge.
 DECADES = 4.0
-
 #: Classes and columns in one chart.
 MOST_ROWS = 24
 
@@ -235,8 +234,8 @@ def histogram(view: View) -> Chart:
     marks, limits = lines(view), view.upper_floor is not None and bool((view.upper_floor > 0).any())
     both = np.concatenate([logs, estimates]) if limits else logs
     low, high = shown_range(both, [math.log10(at) for _, at, _, _ in marks if at > 0])
-    edges = _bins(logs, low, high)
-    counts = _counts(logs, edges)
+    edges = bins_of(logs, low, high)
+    counts = counts_in(logs, edges)
     top = max(1.0, float(counts.max(initial=0)))
     hover = [
         f"{count(c, view.noun)}<br>{plus_minus(10**a)} to ±{amount(10**b, side='up')}"
@@ -248,7 +247,7 @@ def histogram(view: View) -> Chart:
     }  # fmt: skip
     data, keys = [bars], [Key(BLUE, f"{view.noun}s by floor, {view.basis}")]
     if limits:
-        outline = np.repeat(_counts(estimates, edges), 2)
+        outline = np.repeat(counts_in(estimates, edges), 2)
         top = max(top, float(outline.max()))
         data.append(scatter(np.repeat(edges, 2)[1:-1], outline, line={"color": VERMILLION, "width": 2}))
         keys.append(Key(VERMILLION, "estimates", "line"))
@@ -276,7 +275,7 @@ def histogram(view: View) -> Chart:
     return Chart("chart-floors", {"data": data, "layout": drawn}, tuple(keys), _note(view, logs, low, high), label)
 
 
-def _bins(logs: np.ndarray, low: float, high: float) -> np.ndarray:
+def bins_of(logs: np.ndarray, low: float, high: float) -> np.ndarray:
     """Returns the edges of bars over the whole axis: about √N over the data, 10 to 40, each wide enough for a phone."""
     known = np.clip(logs[np.isfinite(logs)], low, high)
     spread = float(known.max() - known.min()) if known.size else 0.0
@@ -284,7 +283,7 @@ def _bins(logs: np.ndarray, low: float, high: float) -> np.ndarray:
     return np.linspace(low, high, max(round((high - low) / width), 8) + 1)
 
 
-def _counts(logs: np.ndarray, edges: np.ndarray) -> np.ndarray:
+def counts_in(logs: np.ndarray, edges: np.ndarray) -> np.ndarray:
     """Returns the number of values in each bar; those beyond the ends are in the first and the last."""
     known = logs[np.isfinite(logs)]
     return np.histogram(np.clip(known, edges[0], edges[-1]), bins=edges)[0]
@@ -332,17 +331,15 @@ def by_class(view: View) -> Chart | None:
         "q3": shape[3], "upperfence": shape[4], "line": {"color": BLUE, "width": 1.6}, "hoverinfo": "skip",
         "fillcolor": "rgba(0,114,178,0.25)", "width": 0.6,
     }  # fmt: skip
-    dots = scatter(
-        np.clip(quantiles[0], low, high), places, hover, mode="markers", marker={"color": VERMILLION, "size": 8}
-    )
+    marker = {"color": VERMILLION, "size": 8}
+    dots = scatter(np.clip(quantiles[0], low, high), places, hover, mode="markers", marker=marker)
     data, keys = [box, dots], [Key(BLUE, "middle half, with the median"), Key(VERMILLION, "lowest floor", "dot")]
     if any(low <= mark <= high for mark in _guess_mark(view)):
         guess = f"guessing the average: {guess_error(view.guess)}"
         data.append(_upright(math.log10(view.guess), -0.5, len(shown) - 0.5, GREY, "dot", guess))
         keys.append(Key(GREY, guess, "line", "dot"))
-    height = 110 + 30 * len(shown)
     title = f"± {view.of_range if view.image or view.single else 'share of the range'} (log)"
-    drawn = layout(height, log_axis(low, high, title), rows_axis([name for name, _ in shown]))
+    drawn = layout(110 + 30 * len(shown), log_axis(low, high, title), rows_axis([name for name, _ in shown]))
     note = f"The {MOST_ROWS} most exposed of {len(groups):,} classes." if len(groups) > MOST_ROWS else ""
     return Chart("chart-classes", {"data": data, "layout": drawn}, tuple(keys), note, "Floors by class")
 
@@ -394,9 +391,8 @@ def by_feature(view: View) -> Chart | None:
         ]
         marker = {"color": colour, "size": 11, "symbol": symbol, "line": {"color": colour, "width": 2.5}}
         data.append(scatter(np.clip(places, low, high), np.arange(len(order)), hover, mode="markers", marker=marker))
-    height = 110 + 30 * len(order)
     rows = {**rows_axis([view.feature_name(j) for j in order]), "showgrid": True}
-    drawn = layout(height, log_axis(low, high, "± share of the range (log)"), rows)
+    drawn = layout(110 + 30 * len(order), log_axis(low, high, "± share of the range (log)"), rows)
     keys = tuple(Key(colour, text, kind) for text, _, colour, _, kind in kinds)
     note = f"The {len(order)} most exposed of {view.features:,} columns." if view.features > len(order) else ""
     return Chart("chart-features", {"data": data, "layout": drawn}, keys, note, "Floors by column")
@@ -447,36 +443,10 @@ def accuracy(view: View) -> Chart | None:
         return None
     name = "" if view.classes else "R² "
     hover = [f"step {s:,.0f}: {name}{view.format_accuracy(a)}" for s, a in zip(steps, found, strict=True)]
-    line = {"color": BLUE, "width": 2.5}
-    trace = scatter(steps, found, hover, mode="lines+markers", line=line, marker={"size": 6})
+    how: Figure = {"mode": "lines+markers", "line": {"color": BLUE, "width": 2.5}, "marker": {"size": 6}}
+    trace = scatter(steps, found, hover, **how)
     y: Figure = {"title": titled("test accuracy" if view.classes else "R² on test data"), "fixedrange": True}
     if view.classes:
         y |= {"tickformat": ".0%", "range": [0, 1.04]}
     drawn = layout(320, STEPS_AXIS, y)
     return Chart("chart-accuracy", {"data": [trace], "layout": drawn}, (), "", "Accuracy over training")
-
-
-# --- several runs ---------------------------------------------------------------------------------
-
-
-def overlay(views: Sequence[View], names: Sequence[str]) -> Chart:
-    """Draws the histograms of several runs, each as shares of its records, over one axis.
-
-    Args:
-        views: the audits.
-        names: a name for each.
-    """
-    logs = [logs_of(view.floor[view.measured] / view.unit) for view in views]
-    low, high = shown_range(np.concatenate(logs), [math.log10(v.guess / v.unit) for v in views if v.guess > 0])
-    edges = _bins(np.concatenate(logs), low, high)
-    data, keys = [], []
-    for k, (view, name, own) in enumerate(zip(views, names, logs, strict=True)):
-        colour, dash = SERIES[k % len(SERIES)], DASHES[(k // len(SERIES)) % len(DASHES)]
-        share = np.repeat(_counts(own, edges) / max(view.records, 1), 2)
-        line = {"color": colour, "width": 2.2, "dash": dash}
-        outline, fill = np.repeat(edges, 2)[1:-1], {"fill": "tozeroy", "fillcolor": f"{colour}1f"}
-        data.append(scatter(outline, share, for_plotly(name, 60), line=line, **fill))
-        keys.append(Key(colour, name, "line", dash))
-    y = {"title": titled("share of records"), "tickformat": ".0%", "fixedrange": True, "rangemode": "tozero"}
-    drawn = layout(400, log_axis(low, high, "± error, share of the range (log scale)"), y)
-    return Chart("chart-compare", {"data": data, "layout": drawn}, tuple(keys), "", "Floors of several runs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from reconbound._internal.files import CONFIDENTIAL, write_whole
 from reconbound._internal.formatting import format_percent
 from reconbound.report import charts
 from reconbound.report.folder import PLAN, read_audit
-from reconbound.report.formats import amount, clean, guess_error, plus_minus, span
+from reconbound.report.formats import amount, clean, for_plotly, guess_error, plus_minus, span
 from reconbound.report.headline import comparison_headline, warnings
 from reconbound.report.pages import render
 from reconbound.report.view import View
@@ -40,7 +41,7 @@ def compare(folders: Sequence[str | os.PathLike[str]], out: str | os.PathLike[st
     """
     views, names = read_audits(folders)
     found = _facts(views, names, folders)
-    chart = charts.overlay(views, names)
+    chart = overlay(views, names)
     context = {
         "title": f"{len(views)} audits side by side",
         "rows": [audit_row(audit) for audit in found["audits"]],
@@ -299,3 +300,27 @@ def warning(found: Sequence[dict[str, Any]]) -> str:
             "single columns in their own units."
         )
     return f"Compare with care: these audits differ in {listed}."
+
+
+def overlay(views: Sequence[View], names: Sequence[str]) -> charts.Chart:
+    """Draws the histograms of several runs, each as shares of its records, over one axis.
+
+    Args:
+        views: the audits.
+        names: a name for each.
+    """
+    logs = [charts.logs_of(view.floor[view.measured] / view.unit) for view in views]
+    low, high = charts.shown_range(np.concatenate(logs), [math.log10(v.guess / v.unit) for v in views if v.guess > 0])
+    edges = charts.bins_of(np.concatenate(logs), low, high)
+    data, keys = [], []
+    for k, (view, name, own) in enumerate(zip(views, names, logs, strict=True)):
+        colour = charts.SERIES[k % len(charts.SERIES)]
+        dash = charts.DASHES[(k // len(charts.SERIES)) % len(charts.DASHES)]
+        share = np.repeat(charts.counts_in(own, edges) / max(view.records, 1), 2)
+        line = {"color": colour, "width": 2.2, "dash": dash}
+        outline, fill = np.repeat(edges, 2)[1:-1], {"fill": "tozeroy", "fillcolor": f"{colour}1f"}
+        data.append(charts.scatter(outline, share, for_plotly(name, 60), line=line, **fill))
+        keys.append(charts.Key(colour, name, "line", dash))
+    y = {"title": charts.titled("share of records"), "tickformat": ".0%", "fixedrange": True, "rangemode": "tozero"}
+    drawn = charts.layout(400, charts.log_axis(low, high, "± error, share of the range (log scale)"), y)
+    return charts.Chart("chart-compare", {"data": data, "layout": drawn}, tuple(keys), "", "Floors of several runs")

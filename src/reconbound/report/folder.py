@@ -117,7 +117,7 @@ class Leakage:
             inferred_ranges (whether any range was read off the data), diagonal_measured and diagonal_probes (how often
             each record of `diagonal` was measured, over all runs, and with how many probes), accuracy_baseline (on the
             test data, of always predicting the most frequent class or the mean), copies (how many records have exact
-            copies and the largest group: auditing.leakage.copies_of), and everything else that the page needs.
+            copies and the largest group: auditing.priors.copies_of), and everything else that the page needs.
     """
 
     dfil: Tensor

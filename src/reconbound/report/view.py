@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -27,45 +25,75 @@ def quantile(values: np.ndarray, share: float) -> float:
     return float(np.quantile(values, share, method="lower")) if len(values) else 0.0
 
 
-@dataclass(frozen=True)
 class View:
     """The numbers of a run and its leakage that the page shows.
 
     Errors are roots of squared errors, ± per feature: for images in pixel values, for tables as shares of a column's
     range, for one column (and for whole records that have only one) in its own unit.
+
+    Args:
+        run: of the folder.
+        leakage: of its records.
+
+    Attributes:
+        run: of the folder.
+        leakage: of its records.
+        facts: about the data, as the leakage has them.
+        image: whether records are images that can be drawn.
+        features: d, the number of private numbers of a record.
+        single: whether a record of a table has only one private column: its floor is the record's.
+        noun: the name of a record.
+        part: the name of one private number of a record.
+        private_parts: the name of all of them.
+        private: the places of the private numbers among a record's inputs; None for all.
+        names: of all records as the page prints them; empty where they have none of their own.
+        classes: whether the model predicts classes, and not a number.
+        target_name: the name of what is predicted.
+        accuracy: the test accuracy (R² for a number) at the end of the run; None where it was not measured.
+        baseline_name: the name of a prediction that needs no model.
+        unbiased: whether Fisher information was measured, and so floors for unbiased attackers.
+        unit: the unit of errors of whole records, in input units: the range of the pixels, or of the one private
+            column; 1 for tables with more.
+        guess: the ± error of guessing the average record, mean square over the features.
+        measured: which records have floors for unbiased attackers, (N,).
+        records: N, the number of records.
+        unknown: the number of records of which nothing is known: never measured.
+        floor: the ± floor of each record, (N,), under the first rule; 0 where nothing is known.
+        upper_floor: the same at the upper confidence limit of its leakage, (N,); None without limits. It is 0 where
+            there is no limit, or only a useless one: below a thousandth of the range and a hundredth of a guess, as
+            most limits from two runs are.
+        shown: the ± floor of each record as it is shown first, (N,): the lower confidence limit where there is one,
+            otherwise the estimate; 0 where nothing is known.
+        unlimited: the number of measured records without a useful upper limit; 0 after one run, when none has one.
+        worst: the most exposed record among those measured, or None.
+        lowest: the ± floor that no record is below, as it is shown first: the lowest lower confidence limit where the
+            record most exposed by the estimates has one, otherwise that record's estimate.
+        places: the position of each record among those kept whole.
     """
 
-    run: Run
-    leakage: Leakage
+    def __init__(self, run: Run, leakage: Leakage) -> None:
+        self.run, self.leakage, self.facts = run, leakage, leakage.facts
+        self._describe_data()
+        self._compute_floors()
 
     # --- what the data are -------------------------------------------------------------
 
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        return self.leakage.facts
-
-    @property
-    def image(self) -> bool:
-        return self.run.data.get("kind") == "image" and self.leakage.kept_inputs.ndim == 4
-
-    @property
-    def noun(self) -> str:
-        return "image" if self.image else "record"
-
-    @property
-    def part(self) -> str:
-        """Returns the name of one private number of a record."""
-        return "pixel" if self.image else "column"
-
-    @property
-    def private_parts(self) -> str:
-        """Returns the name of all private numbers of a record."""
-        return "pixels" if self.image else "private columns" if self.features > 1 else "private column"
-
-    @property
-    def single(self) -> bool:
-        """Returns whether a record of a table has only one private column: its floor is the record's."""
-        return not self.image and self.features == 1
+    def _describe_data(self) -> None:
+        facts, leakage = self.facts, self.leakage
+        self.image = self.run.data.get("kind") == "image" and leakage.kept_inputs.ndim == 4
+        self.features: int = leakage.guess.numel()
+        self.single = not self.image and self.features == 1
+        self.noun, self.part = ("image", "pixel") if self.image else ("record", "column")
+        self.private_parts = "pixels" if self.image else "private columns" if self.features > 1 else "private column"
+        columns = facts.get("private")
+        self.private = None if columns is None else np.asarray(columns, dtype=np.int64)
+        self.names = [clean(name, 80) for name in record_names(leakage.names)]
+        self.classes = bool(facts.get("task", "classes") == "classes")
+        self.target_name = clean(facts.get("target_name") or "class", 60)
+        self.baseline_name = "majority class" if self.classes else "predicting the mean"
+        last = float(leakage.accuracy[-1]) if leakage.accuracy.numel() else math.nan
+        self.accuracy = last if math.isfinite(last) else None
+        self.places = {int(record): place for place, record in enumerate(leakage.kept.tolist())}
 
     @cached_property
     def scale(self) -> np.ndarray:
@@ -74,19 +102,13 @@ class View:
 
     @cached_property
     def offset(self) -> np.ndarray:
+        """Returns the data's values at the input 0, (d,)."""
         return np.broadcast_to(np.asarray(self.facts.get("offset", 0.0), dtype=np.float64), (self.features,))
 
-    @property
-    def features(self) -> int:
-        return self.leakage.guess.numel()
-
-    @property
-    def unit(self) -> float:
-        """Returns the unit of errors of whole records, in input units.
-
-        It is the range of the pixels, or of the one private column; 1 for tables with more.
-        """
-        return float(self.scale[0]) if self.unbiased and (self.image or self.single) else 1.0
+    @cached_property
+    def guess_each(self) -> np.ndarray:
+        """Returns the ± error of guessing each feature's average, (d,), in the feature's own unit."""
+        return np.asarray(self.scale * np.sqrt(np.nan_to_num(self.leakage.guess.double().numpy())))
 
     @property
     def of_range(self) -> str:
@@ -98,11 +120,6 @@ class View:
         low, high = float(self.offset[0]), float(self.offset[0] + self.scale[0])
         return pixel_scale(low, high)
 
-    @cached_property
-    def private(self) -> np.ndarray | None:
-        columns = self.facts.get("private")
-        return None if columns is None else np.asarray(columns, dtype=np.int64)
-
     def feature_name(self, j: int) -> str:
         names = self.facts.get("feature_names") or ()
         return clean(names[j]) if j < len(names) else f"{self.part} {j}"
@@ -112,11 +129,6 @@ class View:
         units = self.facts.get("units") or ()
         unit = units if isinstance(units, str) else units[j] if j < len(units) else ""
         return clean(unit or "", 40)
-
-    @cached_property
-    def names(self) -> list[str]:
-        """Returns the names of all records as the page prints them; empty where they have none of their own."""
-        return [clean(name, 80) for name in record_names(self.leakage.names)]
 
     def record_name(self, record: int) -> str:
         """Returns the record's own name ("row 18", a file's), or "record 17"."""
@@ -132,37 +144,12 @@ class View:
         unit = clean(self.facts.get("target_unit") or "", 40)
         return f"{low + width * given:.4g}{f' {unit}' if unit else ''}"
 
-    @property
-    def classes(self) -> bool:
-        """Returns whether the model predicts classes, and not a number."""
-        return bool(self.facts.get("task", "classes") == "classes")
-
-    @property
-    def accuracy(self) -> float | None:
-        """Returns the test accuracy (R² for a number) at the end of the run; None where it was not measured."""
-        last = float(self.leakage.accuracy[-1]) if self.leakage.accuracy.numel() else math.nan
-        return last if math.isfinite(last) else None
-
-    @property
-    def baseline_name(self) -> str:
-        """Returns the name of a prediction that needs no model."""
-        return "majority class" if self.classes else "predicting the mean"
-
     def format_accuracy(self, accuracy: float) -> str:
         return f"{100 * accuracy:.1f} %" if self.classes else f"{accuracy:.3f}"
 
     def class_name(self, k: int) -> str:
         names = self.facts.get("class_names") or ()
         return clean(names[k]) if 0 <= k < len(names) else str(k)
-
-    @property
-    def target_name(self) -> str:
-        return clean(self.facts.get("target_name") or "class", 60)
-
-    @property
-    def unbiased(self) -> bool:
-        """Returns whether Fisher information was measured, and so floors for unbiased attackers."""
-        return len(self.leakage.dfil) > 0
 
     @cached_property
     def success(self) -> Success:
@@ -171,40 +158,32 @@ class View:
 
     # --- whole records -----------------------------------------------------------------
 
-    @cached_property
-    def measured(self) -> np.ndarray:
-        """Returns which records have floors for unbiased attackers."""
-        return (self.leakage.measured.numpy() > 0) & self.unbiased
-
-    @cached_property
-    def floor(self) -> np.ndarray:
-        """Returns the ± floor of each record, (N,), under the first rule; 0 where nothing is known."""
-        if not self.unbiased:
-            return np.zeros(len(self.measured))
-        return np.asarray(self.unit * np.sqrt(np.nan_to_num(floors(self.leakage).double().numpy(), nan=0.0)))
-
-    @cached_property
-    def upper_floor(self) -> np.ndarray | None:
-        """Returns the ± floor of each record at the upper confidence limit of its leakage, (N,).
-
-        It is 0 where there is no limit, or only a useless one: below a thousandth of the range and a hundredth of a
-        guess, as most limits from two runs are.
-        """
-        if self.leakage.upper is None:
-            return None
-        upper = np.nan_to_num(self.leakage.upper[0].double().numpy(), nan=np.inf, posinf=np.inf)
-        with np.errstate(divide="ignore"):
-            found = self.unit / np.sqrt(np.maximum(upper, np.finfo(float).tiny))
-        least = min(NEGLIGIBLE * self.unit, 0.01 * self.guess)
-        return np.where(np.isfinite(upper) & self.measured & (found >= least), found, 0.0)
-
-    @cached_property
-    def shown(self) -> np.ndarray:
-        """Returns the ± floor of each record as it is shown first, (N,).
-
-        It is the lower confidence limit where there is one, otherwise the estimate; 0 where nothing is known.
-        """
-        return self.floor if self.upper_floor is None else np.where(self.upper_floor > 0, self.upper_floor, self.floor)
+    def _compute_floors(self) -> None:
+        leakage, tiny = self.leakage, np.finfo(float).tiny
+        self.unbiased = len(leakage.dfil) > 0
+        self.unit = float(self.scale[0]) if self.unbiased and (self.image or self.single) else 1.0
+        known = np.nan_to_num(leakage.guess.double().numpy())
+        self.guess = self.unit * float(np.sqrt(known.mean())) if known.size else 0.0
+        self.measured: np.ndarray = (leakage.measured.numpy() > 0) & self.unbiased
+        self.records, self.unknown = len(self.measured), int((~self.measured).sum())
+        self.floor = np.zeros(self.records)
+        if self.unbiased:
+            self.floor = np.asarray(self.unit * np.sqrt(np.nan_to_num(floors(leakage).double().numpy(), nan=0.0)))
+        self.upper_floor, self.shown, self.unlimited = None, self.floor, 0
+        if leakage.upper is not None:
+            upper = np.nan_to_num(leakage.upper[0].double().numpy(), nan=np.inf, posinf=np.inf)
+            with np.errstate(divide="ignore"):
+                found = self.unit / np.sqrt(np.maximum(upper, tiny))
+            useful = found >= min(NEGLIGIBLE * self.unit, 0.01 * self.guess)
+            self.upper_floor = np.where(np.isfinite(upper) & self.measured & useful, found, 0.0)
+            self.shown = np.where(self.upper_floor > 0, self.upper_floor, self.floor)
+            self.unlimited = int((self.measured & ~(self.upper_floor > 0)).sum())
+        self.worst, self.lowest = None, 0.0
+        if self.measured.any():
+            self.worst = int(np.argmin(np.where(self.measured, self.floor, np.inf)))
+            self.lowest, limits = float(self.floor[self.worst]), self.upper_floor
+            if limits is not None and limits[self.worst] > 0:
+                self.lowest = float(limits[limits > 0].min())
 
     def limited(self, record: int) -> bool:
         """Returns whether a record's floor has a lower confidence limit."""
@@ -227,11 +206,6 @@ class View:
         """Returns what the mechanism itself guarantees, and whether that is meaningful."""
         return read_protection(self.run.guarantee)
 
-    @property
-    def unlimited(self) -> int:
-        """Returns the number of measured records without a useful upper limit; 0 after one run, when none has one."""
-        return 0 if self.upper_floor is None else int((self.measured & ~(self.upper_floor > 0)).sum())
-
     @cached_property
     def relative_error(self) -> np.ndarray:
         """Returns the standard error of each record's dFIL over its dFIL, (N,); infinite where nothing is known."""
@@ -249,42 +223,6 @@ class View:
         """
         share = float(self.relative_error[record])
         return 0.5 * share * float(self.floor[record]) if share <= 1 else None
-
-    @property
-    def records(self) -> int:
-        return len(self.floor)
-
-    @property
-    def unknown(self) -> int:
-        """Returns the number of records of which nothing is known: never measured."""
-        return int((~self.measured).sum())
-
-    @cached_property
-    def worst(self) -> int | None:
-        """Returns the most exposed record among those measured."""
-        if not self.measured.any():
-            return None
-        return int(np.argmin(np.where(self.measured, self.floor, np.inf)))
-
-    @cached_property
-    def lowest(self) -> float:
-        """Returns the ± floor that no record is below, as it is shown first.
-
-        It is the lowest lower confidence limit where the record most exposed by the estimates has one, otherwise that
-        record's estimate.
-        """
-        if self.worst is None:
-            return 0.0
-        limits = self.upper_floor
-        if limits is None or not limits[self.worst] > 0:
-            return float(self.floor[self.worst])
-        return float(limits[limits > 0].min())
-
-    @cached_property
-    def guess(self) -> float:
-        """Returns the ± error of guessing the average record, mean square over the features."""
-        known = np.nan_to_num(self.leakage.guess.double().numpy())
-        return self.unit * float(np.sqrt(known.mean())) if known.size else 0.0
 
     def below(self, threshold: float) -> int:
         """Returns the number of records with a lower floor, as `shown`; those never measured count."""
@@ -305,16 +243,6 @@ class View:
     # --- features of the records kept whole ----------------------------------------------
 
     @cached_property
-    def places(self) -> dict[int, int]:
-        """Returns the position of each record among those kept whole."""
-        return {int(record): place for place, record in enumerate(self.leakage.kept.tolist())}
-
-    @cached_property
-    def guess_each(self) -> np.ndarray:
-        """Returns the ± error of guessing each feature's average, (d,), in the feature's own unit."""
-        return np.asarray(self.scale * np.sqrt(np.nan_to_num(self.leakage.guess.double().numpy())))
-
-    @cached_property
     def column_information(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns the records whose single features are known, (n,), and their information, (n, d).
 
@@ -332,11 +260,6 @@ class View:
         information = np.stack(list(rows.values())) if rows else np.empty((0, self.features))
         return np.fromiter(rows, dtype=np.int64, count=len(rows)), information
 
-    @cached_property
-    def measured_rows(self) -> dict[int, int]:
-        """Returns the row of each record in `column_information`."""
-        return {int(record): row for row, record in enumerate(self.column_information[0])}
-
     def feature_floors(self, record: int | None) -> np.ndarray | None:
         """Returns the ± floor of each feature, (d,), in its own unit, for a record or (None) for the average one.
 
@@ -345,8 +268,9 @@ class View:
         if record is None:
             average = self.leakage.average_diagonal
             return None if average is None else self._errors(np.nan_to_num(average.flatten().double().numpy()))
-        row = self.measured_rows.get(record)
-        return None if row is None else self._errors(self.column_information[1][row])
+        records, information = self.column_information
+        rows = np.flatnonzero(records == record)
+        return self._errors(information[rows[0]]) if len(rows) else None
 
     def _errors(self, information: np.ndarray) -> np.ndarray:
         return np.asarray(self.scale * np.sqrt(1 / np.maximum(information, np.finfo(float).tiny)))

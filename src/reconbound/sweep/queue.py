@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
 from typing import Any
 
 import optuna
@@ -41,53 +40,40 @@ _DAMAGED = (LookupError, TypeError, AttributeError, ValueError, RecursionError, 
 _HEARTBEATS = sql.table("trial_heartbeats", sql.column("heartbeat", sql.DateTime))
 
 
-@dataclass(frozen=True)
 class Slot:
-    """A setting of the sweep and its attempts.
+    """A setting of the sweep and its attempts, as they are now.
+
+    Args:
+        number: in the order in which settings were added.
+        attempts: Optuna's trials, in order.
 
     Attributes:
         number: in the order in which settings were added.
         attempts: Optuna's trials, in order.
+        complete: the attempt that was finished, or None.
+        setting: that of the finished attempt, otherwise of the last one; None while a search has not chosen it.
+        failure: why the setting was given up; None while it may be tried again.
+        is_over: whether the setting is finished or given up.
+        is_missing: whether the setting must be enqueued again.
+        done: the steps that the last attempt has reported.
     """
 
-    number: int
-    attempts: tuple[FrozenTrial, ...]
-
-    @cached_property
-    def setting(self) -> Setting | None:
-        """Returns the setting, that of the finished attempt if there is one; None while a search has not chosen it."""
-        attempts = reversed(self.attempts) if self.complete is None else [self.complete]
-        return next((trial.user_attrs["setting"] for trial in attempts if "setting" in trial.user_attrs), None)
-
-    @cached_property
-    def complete(self) -> FrozenTrial | None:
-        """Returns the attempt that was finished, if there is one."""
-        return next((trial for trial in self.attempts if trial.state == TrialState.COMPLETE), None)
-
-    @cached_property
-    def failure(self) -> str | None:
-        """Returns why the setting was given up; None while it may be tried again."""
-        failed = [trial.user_attrs for trial in self.attempts if trial.state == TrialState.FAIL]
+    def __init__(self, number: int, attempts: Sequence[FrozenTrial]) -> None:
+        self.number, self.attempts = number, tuple(attempts)
+        self.complete = next((trial for trial in attempts if trial.state == TrialState.COMPLETE), None)
+        chosen = [*reversed(attempts)] if self.complete is None else [self.complete]
+        self.setting: Setting | None = next(
+            (trial.user_attrs["setting"] for trial in chosen if "setting" in trial.user_attrs), None
+        )
+        self.done = int(attempts[-1].user_attrs.get("done", 0))
+        failed = [trial.user_attrs for trial in attempts if trial.state == TrialState.FAIL]
         errors = [facts for facts in failed if "error" in facts]
-        if len(errors) >= ERRORS or any(facts.get("final") for facts in errors):
-            return str(errors[-1]["error"])
         deaths = sum("error" not in facts and "released" not in facts for facts in failed)
-        return f"{deaths} workers died on it" if deaths >= DEATHS else None
-
-    @property
-    def is_over(self) -> bool:
-        """Returns whether the setting is finished or given up."""
-        return self.complete is not None or self.failure is not None
-
-    @property
-    def is_missing(self) -> bool:
-        """Returns whether the setting must be enqueued again."""
-        return not self.is_over and all(trial.state.is_finished() for trial in self.attempts)
-
-    @property
-    def done(self) -> int:
-        """Returns the steps that the last attempt has reported."""
-        return int(self.attempts[-1].user_attrs.get("done", 0))
+        self.failure = f"{deaths} workers died on it" if deaths >= DEATHS else None
+        if len(errors) >= ERRORS or any(facts.get("final") for facts in errors):
+            self.failure = str(errors[-1]["error"])
+        self.is_over = self.complete is not None or self.failure is not None
+        self.is_missing = not self.is_over and all(trial.state.is_finished() for trial in attempts)
 
 
 @dataclass(frozen=True)
@@ -181,7 +167,7 @@ class Queue:
             found.setdefault(number, []).append(trial)
         if sorted(found) != list(range(len(found))):
             raise DataError(f"{self.shown} is damaged: trials are missing")
-        return [Slot(number, tuple(found[number])) for number in sorted(found)]
+        return [Slot(number, found[number]) for number in sorted(found)]
 
     def _damage(self, reason: Exception) -> DataError:
         return DataError(f"{self.shown} is damaged ({type(reason).__name__}: {database.first_line(reason)})")

@@ -88,7 +88,14 @@ def checked_space(given: Mapping[str, Any]) -> Space:
         listed = values.values if isinstance(values, Choices) else values
         if isinstance(listed, str) or not isinstance(listed, Iterable):
             listed = [listed]
-        space[name] = values if isinstance(values, Range) else _choices(name, list(listed))
+        if isinstance(values, Range):
+            space[name] = values
+            continue
+        texts = (word.strip() if isinstance(word, str) else word for word in listed)
+        found = Choices(tuple(dict.fromkeys(_checked(name, text) for text in texts if text != "")))
+        space[name] = found
+        if not found.values:
+            raise InputError("grid", f"must give {name} at least one value", "none")
     return space
 
 
@@ -152,14 +159,6 @@ def seed_of(seed: int, setting: Mapping[str, Any]) -> int:
 def describe_space(space: Space) -> dict[str, Any]:
     """Returns the space as JSON."""
     return {name: list(v.values) if isinstance(v, Choices) else str(v) for name, v in space.items()}
-
-
-def _choices(name: str, words: Sequence[Any]) -> Choices:
-    texts = (word.strip() if isinstance(word, str) else word for word in words)
-    values = tuple(dict.fromkeys(_checked(name, text) for text in texts if text != ""))
-    if not values:
-        raise InputError("grid", f"must give {name} at least one value", "none")
-    return Choices(values)
 
 
 def _range(name: str, text: str) -> Range:

@@ -27,10 +27,9 @@ from torch import Tensor
 from reconbound._internal.checks import LARGEST, InputError
 from reconbound._internal.files import CONFIDENTIAL, Unreadable, disk_fault, sealed_json, unsealed_json, write_whole
 from reconbound.accounting.spec import Account
-from reconbound.auditing.leakage import baseline_of
 from reconbound.auditing.models import check_model, score
 from reconbound.auditing.options import AuditOptions, make_learner
-from reconbound.auditing.priors import guess_of
+from reconbound.auditing.priors import baseline_of, guess_of
 from reconbound.data import Dataset
 from reconbound.mechanisms import SampledGaussian
 from reconbound.mechanisms.guarantee import guarantee
@@ -64,22 +63,21 @@ class Trainer:
         runs: the number of runs for each setting.
         seed: the seed of the sweep.
         delta: the δ at which ε is reported.
+
+    Attributes:
+        steps: the number of steps of a whole trial.
     """
 
     def __init__(
         self, dataset: Dataset, plan: AuditOptions, counts: Sequence[int], runs: int, seed: int, delta: float = 1e-5
     ) -> None:
         self.dataset, self.counts, self.runs, self.seed, self.delta = dataset, tuple(counts), runs, seed, delta
+        self.steps = self.counts[-1] * runs
         self.plan = plan.with_changes(steps=self.counts[-1], runs=runs, seed=None)
         names = ("inputs", "targets", "test_inputs", "test_targets")
         self.digest = data_digest([torch.from_numpy(getattr(dataset, name)) for name in names], None)
 
     together: bool | None = None  # whether settings are trained many at once
-
-    @property
-    def steps(self) -> int:
-        """Returns the number of steps of a whole trial."""
-        return self.counts[-1] * self.runs
 
     def facts(self) -> dict[str, Any]:
         """Returns everything that determines a trial's rows, apart from its setting; JSON."""

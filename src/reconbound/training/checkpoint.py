@@ -25,12 +25,13 @@ from torch.utils._pytree import tree_leaves
 
 from reconbound._internal import files
 from reconbound._internal.checks import warn_user
+from reconbound.fisher.worlds import Replacement
 
 if TYPE_CHECKING:
     from reconbound.training.private_sgd import PrivateSGD
 
-#: Of checkpoints; 4 since they name the step counts at which the ledger is whole.
-FORMAT = 4
+#: Of checkpoints; 5 since they name the values of replaced worlds.
+FORMAT = 5
 NAMES = ("checkpoint-0.safetensors", "checkpoint-1.safetensors")
 LOCK = "lock"
 _OTHER_RUN = "give the new run a folder of its own, or go on with what this one began with"
@@ -302,8 +303,13 @@ def identify(learner: PrivateSGD, options: Mapping[str, Any]) -> dict[str, Any]:
         "loss": getattr(loss, "__qualname__", type(loss).__qualname__),
         "data": {"records": learner.records, "digest": data_digest(learner.inputs, learner.targets)},
         "optimizer": _describe_optimizer(learner.optimizer),
-        "schedule": _describe_schedule(learner.schedule),
+        "schedule": {"class": None},
     }
+    if learner.schedule is not None:
+        # functions (of LambdaLR) are not in its state: two schedules that differ in one only may share batches, but
+        # never noise, which is bound to the sum as well
+        state = pack(learner.schedule.state_dict(), {}, "schedule", strict=False)["dict"]
+        facts["schedule"] = {"class": type(learner.schedule).__name__, **{str(name): value for name, value in state}}
     return dict(plain_json(facts))
 
 
@@ -326,26 +332,17 @@ def _describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return facts
 
 
-def _describe_schedule(schedule: Any) -> dict[str, Any]:
-    """Returns a schedule's class and its state as it was created.
-
-    Functions (of LambdaLR) are not in it. Two schedules that differ in a function only may share batches, but never
-    noise: that is bound to the sum as well.
-    """
-    if schedule is None:
-        return {"class": None}
-    state = pack(schedule.state_dict(), {}, "schedule", strict=False)["dict"]
-    return {"class": type(schedule).__name__, **{str(name): value for name, value in state}}
-
-
 def _describe(value: Any) -> Any:
-    """Returns a short plain form of an option that may be a tensor, a Private, a sequence or a word."""
+    """Returns a short plain form of an option that may be a tensor, a Private, worlds, a sequence or a word."""
     if isinstance(value, Tensor):
         return files.tensor_digest({"": value})
     if hasattr(value, "features") and hasattr(value, "part"):
         return [value.part, value.name, None if value.features is None else files.tensor_digest({"": value.features})]
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
+    if isinstance(value, Mapping):  # worlds: the values of a Replacement, the names of functions
+        replaced = {name: repr(world) for name, world in value.items() if isinstance(world, Replacement)}
+        return {name: getattr(world, "__qualname__", type(world).__name__) for name, world in value.items()} | replaced
     if isinstance(value, str) or not isinstance(value, Iterable):
         return value
     return [v if isinstance(v, str) else float(v) for v in value]

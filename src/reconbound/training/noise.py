@@ -12,7 +12,6 @@ which each of them lies (Mironov 2012; Holohan and Braghin 2021). benchmarks/sec
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from reconbound._internal.files import tensor_digest
+from reconbound._internal.files import json_digest, tensor_digest
 from reconbound._internal.rng import keystream
 from reconbound.training.checkpoint import plain_json
 from reconbound.training.settings import Settings
@@ -92,15 +91,10 @@ def release_context(
         "start": model_facts(model),
         "losses": losses,
     }
-    return context_digest(facts)
+    return bytes.fromhex(json_digest(plain_json(facts)))
 
 
 def model_facts(model: nn.Module) -> list[str]:
     """Returns facts that identify a model as it is now: each module's class and options, and a digest of its state."""
     modules = [f"{type(m).__module__}.{type(m).__qualname__} {m.extra_repr()}" for m in model.modules()]
     return [*modules, tensor_digest({k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)})]
-
-
-def context_digest(facts: Mapping[str, Any]) -> bytes:
-    """Returns the SHA-256 of plain facts, 32 bytes; numbers enter with all their digits."""
-    return hashlib.sha256(json.dumps(plain_json(facts), sort_keys=True).encode()).digest()

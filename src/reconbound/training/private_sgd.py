@@ -135,10 +135,11 @@ class PrivateSGD:
         self.whole_at = checked_counts("whole_at", whole_at)
         self.progress = progress
         self.worlds = None if worlds is None else check_worlds(worlds)
+        removed = self.worlds is not None and settings.sampler == "poisson"
+        self._has_ledger = settings.rules is not None or removed or bool(self.worlds)
         features_kept = not (isinstance(diagonal, str) and diagonal == "none")
         kept = Kept(features_kept, spectral, self.worlds or NO_WORLDS)
-        data = (self.inputs, self.targets)
-        self.measurer = Measurer(model, loss_fn, data, settings, private, kept=kept, check=check)
+        self.measurer = Measurer(model, loss_fn, (self.inputs, self.targets), settings, private, kept=kept, check=check)
         self.features = self.measurer.features
         self._ledger: FisherAccountant | None = None
         self.plans = Plans()
@@ -148,23 +149,18 @@ class PrivateSGD:
         self.first_parameters: dict[str, Tensor] = {}
         self.identity: dict[str, Any] = {}
         self._turn, self._saved, self._midway = 0, -1, False
-        self._versions = self._parameter_versions()
+        self._versions = [p._version for p in model.parameters()]
         self._restart()
 
     @property
     def accountant(self) -> FisherAccountant | None:
         """Returns the ledger, from the first call of fit or repeat on; None where there is nothing to keep."""
-        if self._ledger is None and self._keeps_ledger:
+        if self._ledger is None and self._has_ledger:
             raise NoLedger(
                 "this PrivateSGD has no ledger yet: call fit or repeat first. reconbound.guarantee says what the "
                 "mechanism guarantees before any training"
             )
         return self._ledger
-
-    @property
-    def _keeps_ledger(self) -> bool:
-        removed = self.worlds is not None and self.settings.sampler == "poisson"
-        return self.settings.rules is not None or removed or bool(self.worlds)
 
     def __repr__(self) -> str:
         s, run = self.settings, f" of run {self.run + 1}" if self.kind == "repeat" else ""
@@ -210,7 +206,7 @@ class PrivateSGD:
             The learner itself.
         """
         count = whole("runs", runs)
-        changed = self._parameter_versions() != self._versions
+        changed = [p._version for p in self.model.parameters()] != self._versions
         with self._opened("repeat", count, steps, epochs) as advance:
             if changed and self.order == 0 and self.initialise is reset_parameters:
                 warn_user(
@@ -229,9 +225,6 @@ class PrivateSGD:
                 self.run, self.step = self.run + 1, 0
             self.model.load_state_dict(self.first_parameters)
         return self
-
-    def _parameter_versions(self) -> list[int]:
-        return [p._version for p in self.model.parameters()]
 
     @property
     def order(self) -> int:
@@ -352,9 +345,8 @@ class PrivateSGD:
         if not self.steps:
             self.kind, self.steps = kind, length
             self._make_ledger()
-            asked = ("steps", "kind", "spectral", "private", "diagonal", "feature_scale", "whole_at")
+            asked = ("steps", "kind", "spectral", "private", "diagonal", "feature_scale", "whole_at", "worlds")
             options = {**asdict(self.settings), **{name: getattr(self, name) for name in asked}}
-            options["worlds"] = given.describe_worlds(self.worlds)
             self.identity = checkpoints.identify(self, options)
         with ExitStack() as stack:
             if self.folder is not None:
@@ -376,7 +368,7 @@ class PrivateSGD:
         if self.whole_at and self.whole_at[-1] > self.steps:
             raise InputError("whole_at", f"must be at most the run's {self.steps} steps", self.whole_at[-1])
         self.whole_at = tuple(sorted({*self.whole_at, self.steps})) if self.whole_at else ()
-        if not self._keeps_ledger:
+        if not self._has_ledger:
             return
         account = make_account(s, self.sampler, self.features, self.steps)
         options: dict[str, Any] = {"diagonal": self.diagonal, "spectral": self.spectral, "device": self.device}
@@ -396,9 +388,8 @@ class PrivateSGD:
     def _restart(self) -> None:
         """Creates a new optimizer and schedule, as at the start of a run."""
         self.optimizer = given.make_part("optimizer", self.make_optimizer, list(self.params.values()))
-        self.schedule = None
-        if self.make_schedule is not None:
-            self.schedule = given.make_part("schedule", self.make_schedule, self.optimizer)
+        make = self.make_schedule
+        self.schedule = None if make is None else given.make_part("schedule", make, self.optimizer)
 
     # --- checkpoints ---------------------------------------------------------------------
 
@@ -438,11 +429,8 @@ class PrivateSGD:
             return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
         history, place = facts["history"], {name: int(facts[name]) for name in ("seed", "run_seed", "run", "step")}
-        if (
-            place["run"] < 0
-            or not 0 <= place["step"] <= self.steps
-            or not all({"run", "step"} <= set(h) for h in history)
-        ):
+        placed = all({"run", "step"} <= set(h) for h in history)
+        if place["run"] < 0 or not 0 <= place["step"] <= self.steps or not placed:
             raise ValueError("its run, step or history cannot be")
         shapes = {name: value.shape for name, value in self.model.state_dict().items()}
         if shapes != {name: value.shape for name, value in under("model/").items()}:

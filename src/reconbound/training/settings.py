@@ -19,7 +19,6 @@ from reconbound._internal.checks import InputError, flag, function, plain_number
 from reconbound._internal.rng import checked_seed
 from reconbound.accounting.measurement_plan import Budget, checked_budget
 from reconbound.accounting.spec import MechanismSpec
-from reconbound.fisher.worlds import Replacement
 from reconbound.validate.model import check_module, is_about_kinds, model_dtype
 
 if TYPE_CHECKING:
@@ -305,16 +304,6 @@ def make_part(name: str, maker: Callable[[Any], Any], given: Any) -> Any:
     if not all(hasattr(part, attribute) for attribute in needed):
         raise InputError(name, f"must be a function that returns one of torch's {name}s", f"{part!r}"[:200])
     return part
-
-
-def describe_worlds(worlds: Mapping[str, Any] | None) -> Any:
-    """Returns the replaced worlds for comparison with a checkpoint: values of a Replacement, names of functions."""
-    if worlds is None:
-        return None
-    return {
-        name: repr(world) if isinstance(world, Replacement) else getattr(world, "__qualname__", type(world).__name__)
-        for name, world in worlds.items()
-    }
 
 
 def check_length(kind: str, length: int, begun: str, steps: int) -> None:

@@ -136,6 +136,7 @@ class Measurer:
                 self._methods = methods_that_pass(model, loss_fn, four, kinds, **self._clip)
             else:
                 self._methods = [fisher.covering_method(model, loss_fn, *few, kind) for kind in kinds]
+        self._sums = fisher.SumOptions(micro_batch=settings.micro_batch, method=self._methods[0], checked=True)
         self._columns, self.features = self._private_features(few, measured)
         if check:
             self._try(first)
@@ -158,19 +159,13 @@ class Measurer:
         """Computes Σ c g over these records, by parameter name, and their clipped norms."""
         with self._explained(indices):
             data = self.rows(indices)
-            clipped = fisher.clipped_gradient_sum(
-                self.model, self.loss_fn, *data, options=self._sum_options, **self._clip
-            )
+            clipped = fisher.clipped_gradient_sum(self.model, self.loss_fn, *data, options=self._sums, **self._clip)
         self._check_finite(indices, clipped.loss, clipped.norm)
         return clipped.gradient_sum, clipped.factor * clipped.norm
 
-    @property
-    def _sum_options(self) -> fisher.SumOptions:
-        return fisher.SumOptions(micro_batch=self.settings.micro_batch, method=self._methods[0], checked=True)
-
     def distances(self, indices: Tensor) -> StepDistances:
         """Measures how far the clipped gradients of these records are from those in the replaced worlds."""
-        step: dict[str, Any] = {**self._clip, "options": self._sum_options}
+        step: dict[str, Any] = {**self._clip, "options": self._sums}
         with self._explained(indices):
             found = step_distances(self.model, self.loss_fn, *self.rows(indices), self.worlds, **step)
         self._check_finite(indices, found.loss, found.clipped_norm, *found.other_norm.values())

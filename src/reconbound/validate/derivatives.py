@@ -154,12 +154,9 @@ def _misses(
     """
     generator = torch.Generator().manual_seed(4)
     sizes = [x.abs().mean() + 1e-3 for x in z]
-
-    def draw() -> list[Tensor]:
-        return chosen([s * drawn_like(x, generator) for s, x in zip(sizes, z, strict=True)])
-
     for distance in _BESIDE:
-        beside, direction = draw(), draw()
+        pair = [[s * drawn_like(x, generator) for s, x in zip(sizes, z, strict=True)] for _ in range(2)]
+        beside, direction = map(chosen, pair)
         base = [x + distance * b for x, b in zip(z, beside, strict=True)]
         try:
             if _misses_at(function, base, direction, generator):

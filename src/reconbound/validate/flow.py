@@ -81,7 +81,7 @@ class _Flow(TorchDispatchMode):
 
     def of(self, x: Tensor) -> set[int]:
         """Returns the marks of a tensor's memory."""
-        return self.marks.get(_block(x), set())
+        return self.marks.get(x.untyped_storage()._cdata, set())
 
     def _passed_on(self, x: Tensor) -> set[int]:
         """Returns the marks that results of x take over.
@@ -96,7 +96,7 @@ class _Flow(TorchDispatchMode):
 
     def _mark(self, x: Tensor, marks: set[int]) -> None:
         self.alive.append(x)
-        self.marks[_block(x)] = self.of(x) | marks
+        self.marks[x.untyped_storage()._cdata] = self.of(x) | marks
 
     def _note(self, name: str, part: Tensor | None, given: list[Tensor]) -> int:
         self.events.append(Event(name, self.trace.here, part, [x.detach().clone() for x in given]))
@@ -120,10 +120,6 @@ def observe(placed: Placed, z: list[Tensor], model: nn.Module) -> tuple[list[Eve
     for number in flow.of(losses) - {_PRIVATE}:
         flow.events[number - 1].reaches = True
     return flow.events, losses.detach()
-
-
-def _block(x: Tensor) -> int:
-    return int(x.untyped_storage()._cdata)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:

@@ -38,8 +38,8 @@ NOT_CHECKED = (
     "not checked: nothing has looked for kinks or jumps in this model (call reconbound.validate.check_batch with it "
     "once)"
 )
-#: The caveats that `check_batch` found for each model.
-_CHECKED: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
+#: The caveats that `check_batch` found for each model: those of the floors of every ledger of it.
+CHECKED: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
 
 LOSS = "loss_fn"  # stands for a module's path where the loss function is meant
 
@@ -179,29 +179,20 @@ def precision_caveats(model: nn.Module, computed: Iterable[torch.dtype] = ()) ->
     )
 
 
-def remember_check(model: nn.Module, caveats: tuple[str, ...]) -> None:
-    """Remembers the caveats that a check found, for the floors of every ledger of this model.
-
-    Args:
-        model: the model that was checked, or Opacus's wrapper of it.
-        caveats: what must be stated with its floors.
-    """
-    _CHECKED[_network(model)] = caveats
-
-
 def known_caveats(model: nn.Module) -> tuple[str, ...]:
     """Returns the caveats of a model's floors: what its check found, or that there was none, with the modules' kinks.
 
     Args:
         model: the model as it is now, or Opacus's wrapper of it.
     """
-    found = _CHECKED.get(_network(model))
+    found = CHECKED.get(network(model))
     if found is not None:
         return found
     return (*kink_caveats(kinked_modules(model)), *precision_caveats(model), NOT_CHECKED)
 
 
-def _network(model: nn.Module) -> nn.Module:
+def network(model: nn.Module) -> nn.Module:
+    """Returns the model, or what Opacus's wrapper is around."""
     inner = getattr(model, "_module", None) if is_wrapper(model) else None
     return inner if isinstance(inner, nn.Module) else model
 
@@ -273,8 +264,9 @@ def check_tensors(model: nn.Module, inputs: Any, targets: Any) -> int:
     device = next(iter(devices)) if len(devices) == 1 else None  # spread over several: PyTorch must say
     records: int | None = None
     for name, tree in (("inputs", inputs), ("targets", targets)):
-        for place, leaf in _leaves(name, tree):
+        for path, leaf in tree_flatten_with_path(tree)[0]:
             if isinstance(leaf, np.ndarray | np.generic):
+                place = name + "".join(map(str, path))
                 kind = model_dtype(model) if np.issubdtype(leaf.dtype, np.floating) else None
                 how = place if kind is None else f"{place}, dtype={kind}"
                 raise ModelError(f"{place} is a NumPy array, it must be a tensor: torch.as_tensor({how})")
@@ -311,11 +303,9 @@ def check_finite(inputs: Any, targets: Any) -> None:
 
 
 def tensors(name: str, tree: Any) -> list[tuple[str, Tensor]]:
-    return [(place, x) for place, x in _leaves(name, tree) if isinstance(x, Tensor)]
-
-
-def _leaves(name: str, tree: Any) -> list[tuple[str, Any]]:
-    return [(name + "".join(map(str, path)), x) for path, x in tree_flatten_with_path(tree)[0]]
+    """Returns the tensors of a tuple or dictionary, each with its place in it."""
+    leaves, _ = tree_flatten_with_path(tree)
+    return [(name + "".join(map(str, path)), x) for path, x in leaves if isinstance(x, Tensor)]
 
 
 def check_losses(losses: Any, records: int) -> None:

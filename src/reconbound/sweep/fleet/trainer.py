@@ -22,14 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from reconbound._internal.checks import InputError, choice, number, whole
+from reconbound._internal.files import json_digest
 from reconbound._internal.rng import derive, seeded, torch_stream
 from reconbound.accounting.measurement_plan import Segments
 from reconbound.accounting.record_ledger import RecordLedger, Traces
 from reconbound.accounting.spec import checked_counts
 from reconbound.fisher import Private
 from reconbound.sweep.fleet.engine import METHODS, LossFn, Work, make_engine
-from reconbound.training.checkpoint import data_digest
-from reconbound.training.noise import context_digest, model_facts
+from reconbound.training.checkpoint import data_digest, plain_json
+from reconbound.training.noise import model_facts
 from reconbound.training.sampling import Sampler, make_account, make_plan, make_sampler
 from reconbound.training.settings import Settings, reset_parameters
 from reconbound.training.step import record_losses
@@ -229,7 +230,7 @@ class Fleet:
             "losses": record_losses(model, self.loss_fn, *few),
             "settings": [[getattr(s, name) for name in kept] for s in settings],
         }
-        return context_digest(facts)
+        return bytes.fromhex(json_digest(plain_json(facts)))
 
     def _start(self, seed: int) -> None:
         with seeded(seed):
