@@ -22,6 +22,7 @@ _HOME = {
     "StepOptions": "fisher",
     "SumOptions": "fisher",
     "Bound": "bounds",
+    "Composition": "mechanisms",
     "Guarantee": "mechanisms.guarantee",
     "audit": "auditing.run",
     "check_batch": "validate",
@@ -52,6 +53,7 @@ __all__ = [
     "PLD",
     "Account",
     "Bound",
+    "Composition",
     "FisherAccountant",
     "Guarantee",
     "Mechanism",
@@ -101,7 +103,7 @@ if TYPE_CHECKING:
     )
     from reconbound.fisher.worlds import Replacement, StepDistances, step_distances
     from reconbound.linear import PrivateLogisticRegression, PrivateRidge
-    from reconbound.mechanisms import DP, PLD, Mechanism, OutputPerturbation, RenyiDP, SampledGaussian
+    from reconbound.mechanisms import DP, PLD, Composition, Mechanism, OutputPerturbation, RenyiDP, SampledGaussian
     from reconbound.mechanisms.guarantee import Guarantee, floor, guarantee
     from reconbound.mechanisms.risk import Risks, risks
     from reconbound.training.private_sgd import PrivateSGD, Settings

@@ -14,7 +14,7 @@ from reconbound import divergences
 from reconbound._internal.checks import InputError
 from reconbound.bounds import rate_distortion
 from reconbound.mechanisms import Event, SampledGaussian, as_mechanism
-from reconbound.mechanisms.dp_accounting import leaves
+from reconbound.mechanisms.events import event_releases as leaves
 from reconbound.mechanisms.guarantee import floor, guarantee
 
 G, L, R = dp.GaussianDpEvent, dp.LaplaceDpEvent, dp.RandomizedResponseDpEvent
@@ -179,11 +179,14 @@ def test_extreme_compositions_neither_hang_nor_overflow(events):
     "event",
     [
         dp.UnsupportedDpEvent(),
-        dp.dp_event.DiscreteLaplaceDpEvent(1.0, 1),
-        Poisson(0.1, L(1.0)),
+        dp.dp_event.DiscreteLaplaceDpEvent(1.0, 1.5),
+        dp.dp_event.SampledWithReplacementDpEvent(100, 10, G(1.0)),
+        dp.dp_event.RepeatAndSelectDpEvent(G(1.0), 10, 1),
+        dp.dp_event.MixtureOfGaussiansDpEvent(1.0, [0.0, 1.0], [0.5]),
+        dp.dp_event.MixtureOfGaussiansDpEvent(1.0, [0.0, -1.0], [0.5, 0.5]),
+        dp.dp_event.ZCDpEvent(-1.0),
         Poisson(0.1, Both([G(1.0), L(1.0)])),
         fixed(1, 10, R(0.5, 2)),
-        Both([G(1.0), dp.dp_event.ZCDpEvent(1.0)]),
         dp.SingleEpochTreeAggregationDpEvent(1.0, 4),
         Times(G(1.0), -1),
         Both([Times(G(1.0), -5), G(1.0)]),

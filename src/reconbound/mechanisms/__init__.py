@@ -7,6 +7,7 @@ into one.
 """
 
 from reconbound.mechanisms.base import ADD_OR_ZERO, ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT, Mechanism
+from reconbound.mechanisms.composition import Composition
 from reconbound.mechanisms.dp_accounting import PLD, Event, as_mechanism
 from reconbound.mechanisms.output_perturbation import OutputPerturbation
 from reconbound.mechanisms.reported import DP, RenyiDP
@@ -20,6 +21,7 @@ __all__ = [
     "PLD",
     "REPLACE_ONE",
     "ZERO_OUT",
+    "Composition",
     "Event",
     "Mechanism",
     "OutputPerturbation",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -232,6 +232,10 @@ class Mechanism(ABC):
         if whole("copies", copies) == 1:
             return self
         raise InputError("copies", f"must be 1: nothing is known of groups from a {type(self).__name__}", copies)
+
+    def releases(self) -> Sequence[tuple[Any, int]]:
+        """Returns what a composition adds up: the mechanism's releases, each with the number of its runs."""
+        raise InputError("mechanisms", f"must be ones that can be composed, not a {type(self).__name__}", str(self))
 
     def protection(self, delta: float = 1e-5) -> Protection:
         """Returns the largest chance to rebuild a record, and whether that is a meaningful guarantee.

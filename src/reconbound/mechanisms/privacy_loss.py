@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from reconbound._internal.checks import InputError
+from reconbound.bounds import overlap_from_losses
 from reconbound.bounds.parts import Parts, both_directions, parts_from_losses
 from reconbound.bounds.trade_off import Least, ProfileTradeOff, TradeOff, Worst
 
@@ -56,17 +57,32 @@ def gaussian(m: float, sample_rate: float, steps: int, adjacency: str) -> Any:
     if steps * mean > _LARGEST_LOSS or single < _SMALLEST_LOSS:
         return None
     grid = max(single / 3e4, (16 * math.sqrt(steps) * deviation + 2 * single) / 1.5e5)
-    with quiet():
-        for coarser in (1, 8, 64):
-            try:
-                one = gaussian_step(m, sample_rate, adjacency == "replace-one", coarser * grid)
-            except ValueError:  # its own arithmetic gave up: order 2 answers
-                return None
-            # on a grid much finer than 1e-6 dp-accounting's differences cancel, and the excess grows with the steps
-            excess = max(abs(float(np.sum(mass)) + infinite - 1) for _, mass, infinite in directions(one))
-            if steps * excess < 1e-3:
-                return _self_composed(one, steps) if steps > 1 else one
+    for coarser in (1, 8, 64):
+        one = one_of_steps(m, sample_rate, steps, adjacency == "replace-one", coarser * grid)
+        if one is not None:
+            with quiet():
+                return repeated(one, steps)
     return None
+
+
+def one_of_steps(m: float, sample_rate: float, steps: int, replace_one: bool, grid: float) -> Any:
+    """Returns one of T Gaussian steps, as `gaussian_step`; None where the arithmetic of T of them gives up on the grid.
+
+    Args:
+        m: as in `gaussian_step`.
+        sample_rate: as in `gaussian_step`.
+        steps: T.
+        replace_one: as in `gaussian_step`.
+        grid: as in `gaussian_step`.
+    """
+    with quiet():
+        try:
+            one = gaussian_step(m, sample_rate, replace_one, grid)
+        except ValueError:  # dp-accounting's own arithmetic gave up: order 2 answers
+            return None
+        # on a grid much finer than 1e-6 dp-accounting's differences cancel, and the excess grows with the steps
+        excess = max(abs(float(np.sum(mass)) + infinite - 1) for _, mass, infinite in directions(one))
+        return one if steps * excess < 1e-3 else None
 
 
 def gaussian_step(m: float, sample_rate: float, replace_one: bool, grid: float) -> Any:
@@ -133,32 +149,82 @@ def _negative_asinh(eps: np.ndarray, q: float, variance: float) -> np.ndarray:
     return np.asarray(-np.sign(eps) * np.logaddexp(0.5 * np.logaddexp(0.0, 2 * log_term), log_term))
 
 
-def _self_composed(pld: Any, steps: int, cut: float = 1e-15) -> Any:
-    """Computes `pld.self_compose(steps)` by a real FFT without negligible frequencies: up to ten times faster.
+def repeated(pld: Any, steps: int, cut: float = 1e-15) -> Any:
+    """Computes `pld.self_compose(steps)`; None where the result would not fit into memory.
+
+    Args:
+        pld: a privacy loss distribution.
+        steps: the number of runs.
+        cut: the mass to which tails are cut.
+    """
+    return pld if steps == 1 else composed([(pld, steps)], cut)
+
+
+def composed(plds: Sequence[tuple[Any, int]], cut: float = 1e-15) -> Any:
+    """Composes distributions on one grid by one real FFT without negligible frequencies: ten times faster than theirs.
 
     Returns None where the result would not fit into memory.
+
+    Args:
+        plds: pairs of a privacy loss distribution and the number of its runs.
+        cut: the mass to which tails are cut.
     """
-    from dp_accounting.pld import common, pld_pmf, privacy_loss_distribution
+    from dp_accounting.pld import privacy_loss_distribution
+
+    found = [_composed_pmf([(pld._pmf_remove, steps) for pld, steps in plds], cut)]
+    if any(pld._pmf_add is not pld._pmf_remove for pld, _ in plds):
+        found.append(_composed_pmf([(pld._pmf_add, steps) for pld, steps in plds], cut))
+    if any(pmf is None for pmf in found):
+        return None
+    return privacy_loss_distribution.PrivacyLossDistribution(found[0], found[-1])
+
+
+def _composed_pmf(pmfs: Sequence[tuple[Any, int]], cut: float) -> Any:
+    """Composes one direction of distributions; None where the result would not fit into memory."""
+    from dp_accounting.pld import pld_pmf
     from scipy import fft
 
-    composed = {}
-    for pmf in (pld._pmf_remove, pld._pmf_add):
-        if id(pmf) in composed:
-            continue
-        dense = pmf.to_dense_pmf()
-        low, high = common.compute_self_convolve_bounds(dense._probs, steps, cut)
-        if high - low > _LARGEST_GRID:  # the tails of very many steps: order 2 answers
-            return None
-        size = fft.next_fast_len(max(high - low + 1, dense.size), real=True)
-        spectrum = fft.rfft(dense._probs, size)
-        matters = np.abs(spectrum) > math.exp(-80 / steps)
-        spectrum[matters] = np.exp(steps * np.log(spectrum[matters]))
-        spectrum[~matters] = 0.0
-        mass = np.roll(fft.irfft(spectrum, size), -low)[: high - low + 1]  # the transform wraps around
-        infinite = cut - math.expm1(steps * math.log1p(-dense._infinity_mass))
-        start = dense._lower_loss * steps + low
-        composed[id(pmf)] = pld_pmf.DensePLDPmf(dense._discretization, start, mass, infinite, True)
-    return privacy_loss_distribution.PrivacyLossDistribution(composed[id(pld._pmf_remove)], composed[id(pld._pmf_add)])
+    dense = [(pmf.to_dense_pmf(), steps) for pmf, steps in pmfs]
+    low, high = _convolve_bounds([(pmf._probs, steps) for pmf, steps in dense], cut)
+    if high - low > _LARGEST_GRID:  # the tails of very many steps: order 2 answers
+        return None
+    size = fft.next_fast_len(max(high - low + 1, *(pmf.size for pmf, _ in dense)), real=True)
+    log_total = np.zeros(size // 2 + 1, dtype=complex)
+    matters = np.ones(size // 2 + 1, dtype=bool)
+    for pmf, steps in dense:
+        spectrum = fft.rfft(pmf._probs, size)
+        matters &= np.abs(spectrum) > math.exp(-80 / steps)
+        log_total[matters] += steps * np.log(spectrum[matters])
+        matters &= log_total.real > -80
+    spectrum = np.where(matters, np.exp(np.where(matters, log_total, 0.0)), 0.0)
+    mass = np.roll(fft.irfft(spectrum, size), -low)[: high - low + 1]  # the transform wraps around
+    infinite = cut - math.expm1(sum(steps * math.log1p(-pmf._infinity_mass) for pmf, steps in dense))
+    start = sum(pmf._lower_loss * steps for pmf, steps in dense) + low
+    return pld_pmf.DensePLDPmf(dense[0][0]._discretization, start, mass, infinite, True)
+
+
+def _convolve_bounds(lists: Sequence[tuple[np.ndarray, int]], cut: float) -> tuple[int, int]:
+    """Returns the first and the last place of a convolution, outside of which its mass is at most `cut` (Chernoff).
+
+    For one list these are the bounds of dp-accounting's `compute_self_convolve_bounds`.
+
+    Args:
+        lists: pairs of probabilities and how often they take part.
+        cut: the mass outside.
+    """
+    from scipy.special import logsumexp
+
+    factors = np.arange(1, 21) if len(lists) == 1 else np.array([1, 2, 3, 5, 8, 13, 20])
+    sizes = {min(len(p) for p, _ in lists), max(len(p) for p, _ in lists)}
+    low, high = 0, sum((len(p) - 1) * steps for p, steps in lists)
+    for order in (sign * k / size for size in sizes for sign in (-1, 1) for k in factors):
+        logs = [steps * logsumexp(np.arange(len(p)) * order, b=p) for p, steps in lists]
+        bound = (float(sum(logs)) + math.log(2 / cut)) / order
+        if math.isfinite(bound) and order > 0:
+            high = min(high, math.ceil(bound))
+        elif math.isfinite(bound):
+            low = max(low, math.floor(bound))
+    return low, high
 
 
 def loss_scale(m: float, q: float, replace_one: bool) -> tuple[float, float, float]:
@@ -208,6 +274,16 @@ def delta(pld: Any, at: float) -> float:
     """
     with quiet():
         return min(max(float(pld.get_delta_for_epsilon(at)), 0.0) + rounding(pld), 1.0)
+
+
+def overlap(pld: Any) -> float:
+    """Returns a lower bound on 1 − LC between the distribution's own neighbours.
+
+    Args:
+        pld: a privacy loss distribution.
+    """
+    known = min(overlap_from_losses(*direction) for direction in directions(pld))
+    return max(known - 2 * rounding(pld), 0.0)
 
 
 def epsilon(pld: Any, target_delta: float) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, ClassVar
@@ -15,6 +16,7 @@ from reconbound.bounds.parts import Parts, parts_by_draws, parts_gaussian
 from reconbound.bounds.trade_off import GaussianTradeOff, TradeOff
 from reconbound.mechanisms import privacy_loss
 from reconbound.mechanisms.base import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT, Mechanism
+from reconbound.mechanisms.releases import FixedRelease, GaussianRelease, Release
 
 
 def fewest_batches(sample_rate: float) -> int:
@@ -85,6 +87,44 @@ class SampledGaussian(Mechanism):
         epochs = math.ceil(whole("steps", steps) / whole("per_epoch", per_epoch))
         return cls(noise_multiplier, 1.0, epochs, clip, "shuffle")
 
+    @classmethod
+    def per_layer(
+        cls,
+        noise_stds: Sequence[float],
+        max_grad_norms: Sequence[float],
+        sample_rate: float = 1.0,
+        steps: int = 1,
+        clip: str = "hard",
+        sampler: str = "poisson",
+    ) -> SampledGaussian:
+        """Returns T steps whose gradients are clipped layer by layer, each layer with noise of its own.
+
+            σ = 1/√(Σ (C_l/s_l)²)
+
+        Divided by its noise, each layer's sum has a record's gradient of norm at most C_l/s_l and noise of variance 1
+        (docs/theory/compositions.md). Opacus' per_layer clipping has the same noise in each layer, which is its noise
+        multiplier times √ΣC_l²: there σ is its noise multiplier.
+
+        Args:
+            noise_stds: s_l, the noise's standard deviation on the sum of each layer's gradients.
+            max_grad_norms: C_l, the norm to which each layer's gradient is clipped.
+            sample_rate: q.
+            steps: T.
+            clip: "smooth" or "hard".
+            sampler: "poisson", "fixed" or "shuffle".
+
+        >>> round(SampledGaussian.per_layer([2.0, 2.0], [1.0, 1.0]).noise_multiplier, 6)
+        1.414214
+        """
+        noises = numbers("noise_stds", noise_stds, above=0.0).ravel()
+        clips = numbers("max_grad_norms", max_grad_norms, above=0.0).ravel()
+        if len(clips) != len(noises):
+            raise InputError("max_grad_norms", f"must be {len(noises)} numbers, as noise_stds", len(clips))
+        shift = math.sqrt(math.fsum((clips / noises) ** 2))
+        if not 0 < shift < math.inf:
+            raise InputError("noise_stds", "must be such that their ratios to max_grad_norms are finite", noise_stds)
+        return cls(1 / shift * (1 - 1e-15), sample_rate, steps, clip, sampler)
+
     @property
     def kl_neighbours(self) -> str:
         return ADD_REMOVE if self.sampler == "poisson" else ZERO_OUT
@@ -117,6 +157,10 @@ class SampledGaussian(Mechanism):
             return self
         rate = _at_least_once(self.sample_rate, k) if self.sampler == "poisson" else 1.0
         return replace(self, noise_multiplier=self.noise_multiplier / k, sample_rate=rate)
+
+    def releases(self) -> tuple[tuple[Release, int], ...]:
+        kind = FixedRelease if self.sampler == "fixed" else GaussianRelease
+        return ((kind(self.m, self.sample_rate), self.steps),)
 
     def order2(self) -> float:
         step = renyi.order2_poisson if self.sampler != "fixed" else renyi.order2_fixed
