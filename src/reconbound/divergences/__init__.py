@@ -5,6 +5,7 @@ deviation on the sum (m = sensitivity/noise_multiplier), of the sampling rate q 
 are in nats, in float64 and computed in log space: nothing overflows. docs/theory/divergences.md has the proofs.
 """
 
+from reconbound.divergences.fixed_size import fixed_size_delta
 from reconbound.divergences.kl import kl_fixed, kl_pure
 from reconbound.divergences.order2 import order2_fixed, order2_gaussian, order2_paper, order2_poisson, order2_pure
 from reconbound.divergences.overlap import overlap_fixed, overlap_poisson
@@ -13,6 +14,7 @@ from reconbound.divergences.sensitivity import SMOOTH_SENSITIVITY, output_pertur
 
 __all__ = [
     "SMOOTH_SENSITIVITY",
+    "fixed_size_delta",
     "kl_fixed",
     "kl_pure",
     "order2_fixed",

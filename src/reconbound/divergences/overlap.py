@@ -10,6 +10,7 @@ import numpy as np
 from reconbound._internal.checks import whole
 from reconbound.bounds.any_attacker import overlap_from_order2
 from reconbound.bounds.bound import from_log, log1m
+from reconbound.divergences.fixed_size import fixed_size_losses
 from reconbound.divergences.quadrature import cells
 from reconbound.divergences.sensitivity import checked_rate, checked_shift
 
@@ -43,9 +44,10 @@ def overlap_poisson(m: float, sample_rate: float, steps: int = 1) -> float:
 def overlap_fixed(m: float, sample_rate: float, steps: int = 1, *, order2: float) -> float:
     """Returns a lower bound on 1 − LC of T fixed-size Gaussian steps under replace-one.
 
-    It is the best of order ½, order 2 and z's absence.
+    It is the best of four: the Fourier integral of `overlap_poisson` for the pair that dominates the step, order ½,
+    order 2 and z's absence.
 
-        1 − LC ≥ max{ (1 − q(1 − e^{−m²/2}))^{2T},  2/(1 + e^{ε₂}),  (1 − q)ᵀ }
+        1 − LC ≥ max{ ∫ sech(πω) M(ω)ᵀ dω,  (1 − q(1 − e^{−m²/2}))^{2T},  2/(1 + e^{ε₂}),  (1 − q)ᵀ }
 
     Args:
         m: as in `overlap_poisson`.
@@ -54,7 +56,7 @@ def overlap_fixed(m: float, sample_rate: float, steps: int = 1, *, order2: float
         order2: ε₂ of all T steps together.
 
     Guarantee: any two data sets that differ in one record, uniform batches of fixed size
-    (docs/theory/divergences.md 4.5).
+    (docs/theory/divergences.md 4.5 and 4.10).
 
     >>> overlap_fixed(0.0, 0.5, order2=0.0)
     1.0
@@ -63,7 +65,17 @@ def overlap_fixed(m: float, sample_rate: float, steps: int = 1, *, order2: float
     gap = -q * math.expm1(-m * m / 2)  # 1 − BC
     log_affinity = math.log1p(-gap) if gap < 1 else -m * m / 2
     absent = from_log(count * log1m(q)) if count > 0 else 1.0
-    return max(from_log(2 * count * log_affinity), overlap_from_order2(order2), absent)
+    simple = max(from_log(2 * count * log_affinity), overlap_from_order2(order2), absent)
+    if m == 0 or count == 0 or m > 16:
+        return simple
+    return max(simple, _overlap_gaussian(m * math.sqrt(count)) if q == 1 else _overlap_fused(m, q, count))
+
+
+@lru_cache(maxsize=1024)
+def _overlap_fused(m: float, q: float, count: int) -> float:
+    """Returns the Fourier integral of the fused pair for 0 < m ≤ 16, q < 1."""
+    loss, upper, lower = fixed_size_losses(m, q)
+    return min(max(_fourier(loss, 2 * np.sqrt(upper * lower), count), 0.0), 1.0)  # 2: the mirror images
 
 
 @lru_cache(maxsize=1024)
@@ -77,6 +89,11 @@ def _overlap_sampled(m: float, q: float, count: int) -> float:
     minus = np.logaddexp(log1m(q), math.log(q) - m * x - m * m / 2)
     loss, weight = plus - minus, np.exp((plus + minus - x * x) / 2) * (2 * x[1] / math.sqrt(2 * math.pi))
     weight[0] /= 2
+    return _fourier(loss, weight, count)
+
+
+def _fourier(loss: np.ndarray, weight: np.ndarray, count: int) -> float:
+    """Returns ∫ sech(πω) M(ω)ᵀ dω, where M(ω) is the sum of weight · cos(ω · loss), with weights √(PQ)."""
     far = weight * np.cosh(np.minimum(loss, 1400.0) / 2) > 1e-22  # where P or Q has mass
     loss, weight = loss[far], weight[far]
     spread = math.sqrt(count * float(np.sum(weight * loss**2) / np.sum(weight)))

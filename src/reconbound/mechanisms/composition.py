@@ -52,8 +52,11 @@ class Composed(Mechanism):
         return self._plds[adjacency]
 
     def parts(self) -> tuple[Parts, ...]:
-        pld = self._pld(ADD_REMOVE)
-        return super().parts() if pld is None else (*super().parts(), privacy_loss.parts(pld, self.kl_neighbours))
+        for adjacency, neighbours in ((ADD_REMOVE, self.kl_neighbours), (REPLACE_ONE, REPLACE_ONE)):
+            pld = self._pld(adjacency)
+            if pld is not None:
+                return (*super().parts(), privacy_loss.parts(pld, neighbours))
+        return super().parts()
 
     def overlap(self) -> float:
         pld, simple = self._pld(REPLACE_ONE), max(super().overlap(), self.never_drawn)
@@ -80,7 +83,7 @@ class Composed(Mechanism):
 
     def rero(self, kappa: Any) -> Any:
         drawn = numbers("kappa", kappa) - math.expm1(self._log_never)
-        simple, pld = np.minimum(super().rero(kappa), drawn)[()], self._pld(ADD_REMOVE)
+        simple, pld = np.minimum(super().rero(kappa), drawn)[()], self._pld(ADD_REMOVE) or self._pld(REPLACE_ONE)
         return simple if pld is None else np.minimum(simple, privacy_loss.rero(pld, kappa))[()]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
@@ -53,12 +53,24 @@ def gaussian(m: float, sample_rate: float, steps: int, adjacency: str) -> Any:
         sample_rate, m, steps = 1.0, m * math.sqrt(steps), 1  # T steps are one step with m√T
     if m > LARGEST_SHIFT:
         return None
-    mean, deviation, single = loss_scale(m, sample_rate, adjacency == "replace-one")
+    replaced = adjacency == "replace-one"
+    return equal_steps(partial(gaussian_step, m, sample_rate, replaced), loss_scale(m, sample_rate, replaced), steps)
+
+
+def equal_steps(step: Callable[[float], Any], scale: tuple[float, float, float], steps: int) -> Any:
+    """Returns the PLD of T equal steps; None where its loss is enormous or negligible.
+
+    Args:
+        step: gives the PLD of one step on a grid of losses.
+        scale: mean and root mean square of one step's loss, and the range of losses that matter.
+        steps: T.
+    """
+    mean, deviation, single = scale
     if steps * mean > _LARGEST_LOSS or single < _SMALLEST_LOSS:
         return None
     grid = max(single / 3e4, (16 * math.sqrt(steps) * deviation + 2 * single) / 1.5e5)
     for coarser in (1, 8, 64):
-        one = one_of_steps(m, sample_rate, steps, adjacency == "replace-one", coarser * grid)
+        one = one_of(step, steps, coarser * grid)
         if one is not None:
             with quiet():
                 return repeated(one, steps)
@@ -75,9 +87,20 @@ def one_of_steps(m: float, sample_rate: float, steps: int, replace_one: bool, gr
         replace_one: as in `gaussian_step`.
         grid: as in `gaussian_step`.
     """
+    return one_of(partial(gaussian_step, m, sample_rate, replace_one), steps, grid)
+
+
+def one_of(step: Callable[[float], Any], steps: int, grid: float) -> Any:
+    """Returns the PLD of one of T equal steps; None where the arithmetic of T of them gives up on the grid.
+
+    Args:
+        step: gives the PLD of one step on a grid of losses.
+        steps: T.
+        grid: distance of the losses.
+    """
     with quiet():
         try:
-            one = gaussian_step(m, sample_rate, replace_one, grid)
+            one = step(grid)
         except ValueError:  # dp-accounting's own arithmetic gave up: order 2 answers
             return None
         # on a grid much finer than 1e-6 dp-accounting's differences cancel, and the excess grows with the steps

@@ -10,11 +10,11 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from reconbound import divergences as renyi
-from reconbound.mechanisms import privacy_loss
+from reconbound.mechanisms import fixed_size_loss, privacy_loss
 
 #: A composition has at most this many different Gaussian steps; more are put together (`merged`).
 MOST_DIFFERENT = 64
@@ -97,7 +97,7 @@ def _order2_poisson(m: float, q: float) -> float:
 
 @dataclass(frozen=True)
 class FixedRelease(Release):
-    """A Gaussian step on a batch of fixed size, drawn without replacement; no loss distribution is known.
+    """A Gaussian step on a batch of fixed size, drawn without replacement: its pair is for replace-one only.
 
     Attributes:
         m: as in `GaussianRelease`.
@@ -119,13 +119,18 @@ class FixedRelease(Release):
         return renyi.kl_fixed(self.m, self.rate) if self.single else self.rate * self.m**2 / 2
 
     def known(self, replace_one: bool) -> bool:
-        return False
+        return replace_one and 1e-10 <= self.m <= privacy_loss.LARGEST_SHIFT
 
     def spread(self, count: int, replace_one: bool) -> Spread:
-        return Spread(math.inf, math.inf, math.inf)
+        if self.rate > 1 - 1e-9:
+            return GaussianRelease(self.m).spread(count, replace_one)
+        mean, deviation, single = fixed_size_loss.loss_scale(self.m, self.rate)
+        return Spread(count * mean, count * deviation**2, single)
 
     def pld(self, count: int, replace_one: bool, grid: float) -> Any:
-        return None
+        if self.rate > 1 - 1e-9:
+            return GaussianRelease(self.m).pld(count, replace_one, grid)
+        return privacy_loss.one_of(partial(fixed_size_loss.fixed_size_step, self.m, self.rate), count, grid)
 
 
 def counted(releases: Iterable[tuple[Release, int]]) -> list[tuple[Release, int]]:

@@ -14,7 +14,7 @@ from reconbound import divergences as renyi
 from reconbound._internal.checks import InputError, choice, number, numbers, whole
 from reconbound.bounds.parts import Parts, parts_by_draws, parts_gaussian
 from reconbound.bounds.trade_off import GaussianTradeOff, TradeOff
-from reconbound.mechanisms import privacy_loss
+from reconbound.mechanisms import fixed_size_loss, privacy_loss
 from reconbound.mechanisms.base import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT, Mechanism
 from reconbound.mechanisms.releases import FixedRelease, GaussianRelease, Release
 
@@ -193,7 +193,8 @@ class SampledGaussian(Mechanism):
     def _pld(self, adjacency: str) -> Any:
         """Returns the privacy loss distribution of all steps; None where there is none."""
         if self.sampler == "fixed":
-            return None
+            replaced = adjacency == REPLACE_ONE
+            return fixed_size_loss.fixed_size(self.m, self.sample_rate, self.steps) if replaced else None
         return privacy_loss.gaussian(self.m, self.sample_rate, self.steps, adjacency)
 
     def trade_off(self, adjacency: str = REPLACE_ONE) -> TradeOff | None:
@@ -209,11 +210,10 @@ class SampledGaussian(Mechanism):
         simple = super().epsilon_at(delta, adjacency)
         if self.sampler != "poisson" and adjacency != REPLACE_ONE:
             return None  # with shuffled epochs, leaving a record out cuts other batches
-        if self.sampler == "fixed":
+        pld = self._pld(adjacency)
+        better = None if pld is None else privacy_loss.epsilon(pld, delta)
+        if better is None and self.sampler == "fixed":
             better = privacy_loss.fixed_size_epsilon(self.m, self.sample_rate, self.steps, delta)
-        else:
-            pld = self._pld(adjacency)
-            better = None if pld is None else privacy_loss.epsilon(pld, delta)
         return min((e for e in (simple, better) if e is not None), default=None)
 
     def membership_advantage(self) -> float:
@@ -225,7 +225,8 @@ class SampledGaussian(Mechanism):
 
     def rero(self, kappa: Any, adjacency: str = ADD_REMOVE) -> Any:
         drawn = numbers("kappa", kappa) + _at_least_once(self.sample_rate, self.steps)
-        simple, pld = np.minimum(super().rero(kappa), drawn)[()], self._pld(choice("adjacency", adjacency, ADJACENCIES))
+        which = REPLACE_ONE if self.sampler == "fixed" else choice("adjacency", adjacency, ADJACENCIES)
+        simple, pld = np.minimum(super().rero(kappa), drawn)[()], self._pld(which)
         return simple if pld is None else np.minimum(simple, privacy_loss.rero(pld, kappa))[()]
 
     def assumes(self) -> tuple[str, ...]:
