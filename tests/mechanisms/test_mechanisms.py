@@ -302,7 +302,7 @@ def test_fixed_size_steps_against_every_batch(sigma, size, n):
     from itertools import combinations, product
 
     mechanism = SampledGaussian(sigma, size / n, clip="hard", sampler="fixed")
-    x = np.linspace(-size - 9 * sigma, size + 9 * sigma, 1501)
+    x = np.linspace(-size - 9 * sigma, size + 9 * sigma, 6001)
 
     def release(gradients):
         sums = [sum(batch) for batch in combinations(gradients, size)]
@@ -319,8 +319,8 @@ def test_fixed_size_steps_against_every_batch(sigma, size, n):
             assert kl(a, zero) <= nats + 1e-9
             assert np.all(power(a, zero, KAPPAS) <= successes + 1e-9)
         assert overlap(p, other) >= floor_of_overlap - 1e-9
-        assert total_variation(p, other) <= advantage + 1e-9
-        assert all(delta(p, other, epsilon) <= target * (1 + 1e-6) for target, epsilon in epsilons)
+        assert total_variation(p, other) <= advantage + 1e-6  # attained, up to the grid
+        assert all(delta(p, other, epsilon) <= target * (1 + 1e-4) for target, epsilon in epsilons)  # attained
     assert mechanism.epsilon_at(1e-5, ADD) is None
 
 
