@@ -17,7 +17,7 @@ from reconbound._internal.checks import InputError
 from reconbound.bounds import overlap_from_losses
 from reconbound.divergences import fixed_size_delta
 from reconbound.divergences.overlap import _overlap_fused
-from reconbound.mechanisms import SampledGaussian, fixed_size_loss, privacy_loss
+from reconbound.mechanisms import Composition, SampledGaussian, fixed_size_loss, privacy_loss
 
 EPSILONS = np.array([-4.0, -1.0, -0.2, -0.03, 0.0, 0.01, 0.1, 0.5, 1.5, 4.0])
 
@@ -182,3 +182,16 @@ def test_extremes():
         assert pld is None or 0 <= privacy_loss.delta(pld, 0.0) <= 1
     with pytest.raises(InputError, match="sample_rate"):
         fixed_size_delta(1.0, 0.0, 1.0)
+
+
+def test_compositions_have_the_pair_too():
+    whole = SampledGaussian(1.0, 0.01, 1000, "hard", "fixed")
+    halves = Composition([SampledGaussian(1.0, 0.01, 500, "hard", "fixed")] * 2)
+    assert halves.epsilon_at(1e-5) == close(whole.epsilon_at(1e-5), rel=1e-3)
+    assert halves.overlap() == close(whole.overlap(), rel=1e-3)
+    assert halves.overlap() <= whole.overlap()
+    assert halves.rero(0.01) == close(whole.rero(0.01), rel=1e-3)
+    assert floor("rate_distortion", halves).value == close(floor("rate_distortion", whole).value, rel=1e-2)
+    both = Composition([whole, SampledGaussian(1.0, 1.0, 1, "hard", "fixed"), SampledGaussian(2.0, 0.1, 30, "hard")])
+    assert both.epsilon_at(1e-5) > whole.epsilon_at(1e-5)
+    assert both.epsilon_at(1e-5, "add/remove") is None

@@ -14,8 +14,7 @@ from reconbound.mechanisms import privacy_loss
 
 @lru_cache(maxsize=64)
 def fixed_size(m: float, sample_rate: float, steps: int) -> Any:
-    """Returns a PLD that dominates T Gaussian steps on batches of fixed size, replace-one; None as in
-    `privacy_loss.gaussian`.
+    """Returns a PLD that dominates T Gaussian steps on batches of fixed size; None as in `privacy_loss.gaussian`.
 
     Args:
         m: largest clipped gradient norm over the noise's standard deviation on the sum.
