@@ -98,6 +98,14 @@ def test_equals_private_sgd_in_parameters_and_ledger(sampler: str, clip: str, me
             second = one.accountant.traces.dfil_of_runs(STEPS, rule)[1]
             assert torch.allclose(found.dfil(rule)[k], second, rtol=1e-7, atol=1e-12), (rule, k)
         assert torch.equal(fleet.ledger.measured_in_runs(STEPS), one.accountant.measured())
+        if sampler == "poisson":
+            removed, drawn = (one.accountant.divergences.kept_at(n, STEPS)[1, 0] for n in ("nats", "nats_times"))
+            assert found.nats is not None
+            assert float(removed.max()) > 0
+            assert torch.allclose(found.nats[k], removed, rtol=1e-7, atol=1e-12)
+            assert torch.equal(found.drawn, drawn)
+        else:
+            assert found.nats is found.drawn is None
     assert found.step == STEPS
     assert bool(found.finite.all())
 
@@ -203,6 +211,9 @@ def test_snapshots_are_prefixes_and_kappa_follows_their_length() -> None:
     last = list(again.run(0, noise=noise))[-1]
     assert torch.equal(again.params, whole.params) or torch.allclose(again.params, whole.params, rtol=1e-12)
     assert bool((last.dfil() >= both[0].dfil()).all())
+    assert torch.allclose(both[0].nats, early.nats, rtol=1e-10)
+    assert torch.allclose(both[1].nats, last.nats, rtol=1e-10)
+    assert torch.equal(both[0].drawn, early.drawn)
     for shot in both:
         for k, s in enumerate(settings):
             kappa = paper_kappa(s.noise_multiplier, 0.2, paper_delta(RECORDS, shot.step))

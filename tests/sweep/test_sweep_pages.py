@@ -80,7 +80,7 @@ def test_of_a_number_the_measure_is_r2_and_no_percentage(tmp_path, capsys) -> No
     assert cli.run([*words, "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     rows, facts = stored(tmp_path)
-    assert f"The most accurate setting reaches R² {rows[0]['accuracy']:.3f};" in out
+    assert f"The most accurate setting reaches R² {rows[0]['accuracy']:.3f}. Whoever could reconstruct a record" in out
     assert "reaches R² " in out
     assert "accuracy" not in out
     page = (tmp_path / "frontier.html").read_text()

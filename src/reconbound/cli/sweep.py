@@ -99,6 +99,13 @@ def sweep_command(
 
 def frontier_command(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Of a sweep, finished or not.")],
+    chance: Annotated[
+        list[str] | None,
+        typer.Option(help="A chance of success, such as success_removed_max or success_removed_median. Repeatable."),
+    ] = None,
+    at_most: Annotated[
+        float | None, typer.Option(help="Only the best accuracy with the chance (0.15 is 15 %) so low.")
+    ] = None,
     floor: Annotated[
         list[str] | None, typer.Option(help="A floor, such as exact_max, paper_q99, theorem1 or lecam. Repeatable.")
     ] = None,
@@ -108,36 +115,45 @@ def frontier_command(
     storage: Annotated[str | None, typer.Option(help="As given to reconbound sweep.", **URL)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON (confidential).")] = False,
 ) -> None:
-    """The best settings of a sweep, and its page and table anew; with --at-least the best accuracy for a floor."""
+    """The best settings of a sweep, and its page and table anew.
+
+    With --at-most the best accuracy for a chance of success, with --at-least for a floor.
+    """
     with _needs_optuna(), shared.plain_errors(received=str(folder)):
         from reconbound.sweep import best, floors_in, pareto
-        from reconbound.sweep.frontier import CROSSED, checked_floor, describe_majority
+        from reconbound.sweep.chances import NOT_MEASURED, chances_in
+        from reconbound.sweep.frontier import CROSSED, describe_majority
         from reconbound.sweep.page import cautions, has_crossed
         from reconbound.sweep.run import publish, stored
 
         if at_least is not None:
             number("at_least", at_least, above=0.0)
+        if at_most is not None:
+            number("at_most", at_most, above=0.0, at_most=1.0)
         rows, _ = stored(folder, storage)
         if not rows:
             raise DataError(f"{folder} holds a sweep of which no setting is trained yet: run reconbound sweep again")
-        asked = [checked_floor(rows, name) for name in floor] if floor else [checked_floor(rows)]
+        asked = _asked(rows, chance, at_most, floor, at_least)
         facts = publish(folder, storage)
         shared.confidential_note()
-        if at_least is None:
-            fronts = {name: pareto(rows, name) for name in (asked if floor else floors_in(rows))}
+        if at_least is None and at_most is None:
+            names = asked if chance or floor else [*chances_in(rows), *floors_in(rows)]
+            fronts = {name: pareto(rows, name) for name in names}
             if as_json:
                 _print_json({**facts, "fronts": fronts})
             else:
-                _print_fronts(facts, {n: fronts[n] for n in asked}, cautions(rows, facts))
+                notes = [] if chance or floor or chances_in(rows) else [NOT_MEASURED]
+                _print_fronts(facts, {n: fronts[n] for n in asked}, [*cautions(rows, facts), *notes])
             return
-        found = {name: best(rows, name, at_least) for name in asked}
+        found = {name: best(rows, name, limit) for name, limit in asked.items()}
         if as_json:
-            _print_json({**facts, "at_least": at_least, "best": found})
+            limits = {"at_most": at_most, "at_least": at_least}
+            _print_json({**facts, **{n: limit for n, limit in limits.items() if limit is not None}, "best": found})
         else:
             for line in cautions(rows, facts):
                 shared.say(line)
             for name, row in found.items():
-                shared.say(_best_line(rows, name, at_least, row, facts))
+                shared.say(_best_line(rows, name, asked[name], row, facts))
             if any(row is not None and has_crossed([row], name) for name, row in found.items()):
                 print(CROSSED)
             for line in describe_majority(facts["guesses"]):
@@ -146,24 +162,50 @@ def frontier_command(
             raise typer.Exit(1)
 
 
+def _asked(
+    rows: list[Row], chance: list[str] | None, at_most: float | None, floor: list[str] | None, at_least: float | None
+) -> dict[str, Any]:
+    """Returns the chances and floors that were asked for, with their limits; without any, the first of each."""
+    from reconbound._internal.checks import InputError
+    from reconbound.sweep.chances import chances_in, checked_chance
+    from reconbound.sweep.frontier import checked_floor
+
+    limited = at_most is not None or at_least is not None
+    for kind, names, name, limit in (("chance", chance, "at_most", at_most), ("floor", floor, "at_least", at_least)):
+        if names and limited and limit is None:
+            raise InputError(name, f"must be given too for a {kind}", None)
+    chances: list[str | None] = [*(chance or ())]
+    floors: list[str | None] = [*(floor or ())]
+    if not chance and (at_most is not None if limited else not floor and chances_in(rows)):
+        chances = [None]
+    if not floor and (at_least is not None if limited else not chance):
+        floors = [None]
+    found: dict[str, Any] = dict.fromkeys((checked_chance(rows, name) for name in chances), at_most)
+    return found | dict.fromkeys((checked_floor(rows, name) for name in floors), at_least)
+
+
 def _print_json(content: dict[str, Any]) -> None:
-    """As JSON, with the names of the floors in it that are no guarantee."""
+    """As JSON, with the chance without the record, and the names of the floors in it that are no guarantee."""
+    from reconbound.report.success import SHOWN
     from reconbound.sweep.frontier import FLOORS, is_proved
 
     not_proved = [name for name in FLOORS if not is_proved(name)]
-    shared.print_json({**content, "not_proved": not_proved})
+    shared.print_json({**content, "baseline": SHOWN, "not_proved": not_proved})
 
 
-def _best_line(rows: list[Row], floor: str, at_least: float, row: Row | None, facts: dict[str, Any]) -> str:
+def _best_line(rows: list[Row], floor: str, limit: float, row: Row | None, facts: dict[str, Any]) -> str:
     from reconbound.bounds.bound import NOT_PROVED
     from reconbound.report.formats import paragraphs
-    from reconbound.sweep.frontier import crossed_of, describe_precision, is_proved
+    from reconbound.sweep.chances import CHANCES, format_chance
+    from reconbound.sweep.frontier import crossed_of, describe_floor, describe_precision, is_proved
     from reconbound.sweep.page import has_crossed, measured_by
     from reconbound.sweep.space import PARAMETERS, format_setting
 
-    highest = max((r[floor] for r in rows if r.get(floor) is not None), default=0.0)
-    context: Row = {"floor": floor, "at_least": at_least, "row": row, "rows": rows, "highest": highest}
+    chance, there = floor in CHANCES, [r[floor] for r in rows if r.get(floor) is not None]
+    nearest = min(there, default=1.0) if chance else max(there, default=0.0)
+    context: Row = {"floor": floor, "limit": limit, "row": row, "rows": rows, "nearest": nearest, "chance": chance}
     if row is not None:
+        context |= {"described": describe_floor(floor), "shown": format_chance(row, floor)}
         context["how"] = describe_precision(floor, facts["runs"], row.get("measured_median"))
         if has_crossed([row], floor):
             context["how"] += f"; crossed {format_floor(row[crossed_of(floor) or ''], 4)}"
@@ -188,6 +230,7 @@ def _print_sweep(facts: dict[str, Any], rows: list[Row]) -> None:
 
 
 def _print_fronts(facts: dict[str, Any], fronts: dict[str, list[Row]], cautions: list[str]) -> None:
+    from reconbound.sweep.chances import CHANCES
     from reconbound.sweep.frontier import CROSSED, crossed_of, describe_binding, describe_floor, describe_majority
     from reconbound.sweep.page import has_crossed, measured_by, settings_in
 
@@ -195,6 +238,9 @@ def _print_fronts(facts: dict[str, Any], fronts: dict[str, list[Row]], cautions:
     for line in cautions:
         console.print(line)
     for floor, rows in fronts.items():
+        if floor in CHANCES:
+            _print_chances(console, floor, rows, measured_by(facts))
+            continue
         title = f"{describe_floor(floor)} ({floor}){describe_binding(floor)}: no setting beats these"
         names, second = settings_in(rows), ["crossed (MSE)"] if has_crossed(rows, floor) else []
         cells = []
@@ -216,6 +262,23 @@ def _print_fronts(facts: dict[str, Any], fronts: dict[str, list[Row]], cautions:
         console.print(f"ε is for replace-one neighbours at δ = {format_limit(delta, 6)}.")
     console.print(f"{facts['finished']} of {facts['trials']} settings trained.")
     shared.say(facts["page"])
+
+
+def _print_chances(console: Any, chance: str, rows: list[Row], measure: str) -> None:
+    from reconbound.sweep.chances import chances_in, format_chance, head_chance
+    from reconbound.sweep.frontier import describe_floor
+    from reconbound.sweep.page import settings_in
+
+    names, shown = settings_in(rows), chances_in(rows)
+    cells = []
+    for row in rows:
+        values = [f"{v:.4g}" if isinstance(v, float) else str(v) for v in (row.get(name, "") for name in names)]
+        more = [format_chance(row, name) for name in shown]
+        epsilon = "" if row.get("epsilon") is None else format_limit(row["epsilon"], 4)
+        cells.append((str(row["trial"]), *values, f"{row['steps']:,}", f"{row['accuracy']:.4f}", *more, epsilon))
+    title = f"{describe_floor(chance)} ({chance}), 10 % without the record, for any attacker: no setting beats these"
+    columns = ("run", *names, "steps", measure, *map(head_chance, shown), "ε")
+    shared.print_table(console, title, columns, cells)
 
 
 @contextmanager

@@ -22,6 +22,8 @@ from reconbound.report.formats import clean
 BASELINES = (0.001, 0.01, 0.1, 0.5)
 #: The one that the first sentence and the tables use.
 SHOWN = 0.1
+#: Shares of the records, by the name of the chance that they do not exceed.
+PLACES = {"median": 0.5, "p99": 0.99, "max": 1.0}
 
 
 @dataclass(frozen=True)
@@ -166,18 +168,11 @@ class Success:
             world: the other world.
             baseline: κ.
         """
-        chances, sure = self.chances(world, baseline), ~self.estimated(world, baseline)
-        best, estimates, so_far = self.mechanism_chance(world, baseline), [], 0.0
-        found: dict[str, Any] = {"world": world.name, "baseline": baseline}
-        for name, share in (("median", 0.5), ("p99", 0.99), ("max", 1.0)):
-            place = _place(share, len(chances))
-            enough = int(sure.sum()) > place  # the records whose chance is no estimate are such a share by themselves
-            so_far = max(so_far, float(np.sort(chances[sure] if enough else chances)[place]))
-            found[name] = so_far
-            if not enough and so_far < best:
-                estimates.append(name)
+        best, found = self.mechanism_chance(world, baseline), {"world": world.name, "baseline": baseline}
+        at, estimates = over_records(self.chances(world, baseline), ~self.estimated(world, baseline), best)
+        found |= at
         basis = "upper limits" if self.limited(world) else "estimates"
-        basis = "mechanism" if found["median"] >= best else basis
+        basis = "mechanism" if at["median"] >= best else basis
         return {**found, "basis": basis, "without_limit": self.unlimited(world), "estimates": estimates}
 
     def rows(self) -> list[dict[str, Any]]:
@@ -223,6 +218,21 @@ class Success:
         return found
 
 
-def _place(share: float, records: int) -> int:
-    """Returns the place, in ascending order, of the value that at least this share of the records does not exceed."""
-    return min(records - 1, max(0, int(np.ceil(share * records)) - 1))
+def over_records(chances: np.ndarray, sure: np.ndarray, best: float) -> tuple[dict[str, float], list[str]]:
+    """Returns the chances that shares of the records do not exceed, by PLACES, and which of them are estimates.
+
+    Args:
+        chances: of each record, (N,).
+        sure: which of them are no estimates, (N,).
+        best: the chance that the mechanism allows.
+    """
+    found: dict[str, float] = {}
+    estimates, so_far = [], 0.0
+    for name, share in PLACES.items():
+        place = min(len(chances) - 1, max(0, int(np.ceil(share * len(chances))) - 1))
+        enough = int(sure.sum()) > place  # the records whose chance is no estimate are such a share by themselves
+        so_far = max(so_far, float(np.sort(chances[sure] if enough else chances)[place]))
+        found[name] = so_far
+        if not enough and so_far < best:
+            estimates.append(name)
+    return found, estimates

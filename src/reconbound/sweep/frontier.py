@@ -1,4 +1,4 @@
-"""The frontier of a sweep: the accuracy that a model can reach for each height of a floor."""
+"""The frontier of a sweep: the accuracy that a model can reach for each chance of an attack, and for each floor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reconbound.accounting.confidence import describe_one_run
 from reconbound.bounds.bound import NOT_PROVED
 from reconbound.mechanisms.base import Protection
 from reconbound.mechanisms.guarantee import FLOORS as MECHANISM_FLOORS
-from reconbound.sweep import space
+from reconbound.sweep import chances, space
 from reconbound.sweep.queue import Slot, seal_of
 from reconbound.sweep.space import Row
 
@@ -89,6 +89,8 @@ def sealed_rows(slot: Slot) -> list[Row]:
         text = isinstance(value, str) and name in space.PARAMETERS
         if not text and not isinstance(value, int | float | None):
             raise DataError(f"{which} is not reconbound's: {name!r} is no number")
+        if name in chances.CHANCES and value is not None and not 0 <= value <= 1:
+            raise DataError(f"{which} is not reconbound's: {name!r} is no chance")
     rows: list[Row] = printable(found)
     return rows
 
@@ -119,36 +121,46 @@ def checked_floor(rows: Sequence[Row], floor: str | None = None) -> str:
 def pareto(rows: Sequence[Row], floor: str) -> list[Row]:
     """Returns the rows that no other beats: none is as accurate with a higher floor, or more accurate with one as high.
 
-    From the lowest floor to the highest; of rows that are equal in both, the first.
+    From the most accurate row to the best protected one; of rows that are equal in both, the first.
 
     Args:
         rows: of the finished trials.
-        floor: the name of the floor.
+        floor: the name of the floor, or of a chance, of which the lower one is better.
 
     >>> rows = [{"accuracy": a, "exact_max": f} for a, f in ((0.9, 1.0), (0.8, 2.0), (0.7, 1.5))]
     >>> [row["accuracy"] for row in pareto(rows, "exact_max")]
     [0.9, 0.8]
+    >>> rows = [{"accuracy": a, "success_removed_max": p} for a, p in ((0.9, 0.4), (0.8, 0.2), (0.7, 0.3))]
+    >>> [row["accuracy"] for row in pareto(rows, "success_removed_max")]
+    [0.9, 0.8]
     """
+    better = _sign(floor)
     usable = [row for row in rows if row.get(floor) is not None and row.get("accuracy") is not None]
     front: list[Row] = []
-    for row in sorted(usable, key=lambda row: (row[floor], row["accuracy"]), reverse=True):
+    for row in sorted(usable, key=lambda row: (better * row[floor], row["accuracy"]), reverse=True):
         if not front or row["accuracy"] > front[-1]["accuracy"]:
             front.append(row)
     return front[::-1]
 
 
-def best(rows: Sequence[Row], floor: str, at_least: float) -> Row | None:
-    """Returns the most accurate row whose floor is at least `at_least`; None if there is none.
+def best(rows: Sequence[Row], floor: str, limit: float) -> Row | None:
+    """Returns the most accurate row whose floor is at least `limit`; None if there is none.
 
-    Of equally accurate rows it returns the one with the highest floor.
+    Of equally accurate rows it returns the best protected one.
 
     Args:
         rows: of the finished trials.
-        floor: the name of the floor.
-        at_least: the smallest floor that is accepted.
+        floor: the name of the floor, or of a chance.
+        limit: the smallest floor, or the largest chance, that is accepted.
     """
-    front = [row for row in pareto(rows, floor) if row[floor] >= at_least]
+    better = _sign(floor)
+    front = [row for row in pareto(rows, floor) if better * row[floor] >= better * limit]
     return front[0] if front else None
+
+
+def _sign(name: str) -> int:
+    """Returns 1 for a floor, of which the higher one is better, and -1 for a chance."""
+    return -1 if name in chances.CHANCES else 1
 
 
 def score_of(rows: Sequence[Row], floor: str, at_least: float) -> float:
@@ -175,19 +187,19 @@ def protection_of(row: Row) -> Protection:
 
 
 def columns_of(rows: Sequence[Row]) -> list[str]:
-    """Returns the table's columns: trial, settings, steps, accuracy, floors, ε."""
+    """Returns the table's columns: trial, settings, steps, accuracy, chances, floors, ε."""
     there = {name for row in rows for name in row}
     first = ["trial", *space.PARAMETERS, "steps", "accuracy", "accuracy_sd"]
     last = ["epsilon", "epsilon_add_remove", "delta", "success_at_1_percent", "never_drawn", "measured_median",
             "never_measured", "zero_information"]  # fmt: skip
     floors = (name for floor in FLOORS for name in (floor, crossed_of(floor)) if name is not None)
-    return [name for name in (*first, *floors, *last) if name in there]
+    return [name for name in (*first, *chances.columns_in(rows), *floors, *last) if name in there]
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Formats all rows as CSV, with the floors on whose front each lies. No cell is a spreadsheet's formula."""
-    columns = columns_of(rows)
-    fronts = {floor: {id(row) for row in pareto(rows, floor)} for floor in floors_in(rows)}
+    """Formats all rows as CSV, with the fronts on which each lies. No cell is a spreadsheet's formula."""
+    columns, names = columns_of(rows), (*chances.chances_in(rows), *floors_in(rows))
+    fronts = {name: {id(row) for row in pareto(rows, name)} for name in names}
     cells = [
         [
             *(_no_formula(row.get(name)) for name in columns),
@@ -223,13 +235,15 @@ def write_table(folder: str | os.PathLike[str], rows: Sequence[Row]) -> Path:
 
 
 def describe_floor(name: str) -> str:
-    """Returns a floor, or another column, in words.
+    """Returns a floor, a chance or another column in words.
 
     >>> describe_floor("exact_max"), describe_floor("lecam"), describe_floor("epsilon")
     ('exact factor, most exposed record (estimate)', 'any attacker, Le Cam', 'epsilon')
     """
     if name in FLOOR_WORDS:
         return FLOOR_WORDS[name]
+    if name in chances.CHANCES:
+        return chances.describe_chance(name)
     rule, _, place = name.partition("_")
     known = rule in FLOOR_WORDS and place in FLOOR_WORDS
     return f"{FLOOR_WORDS[rule]}, {FLOOR_WORDS[place]}" if known else name.replace("_", " ")

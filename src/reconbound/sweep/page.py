@@ -17,7 +17,7 @@ from reconbound.report.folder import prepare
 from reconbound.report.formats import amount, clean, for_plotly, paragraphs, plus_minus
 from reconbound.report.headline import model_caveats
 from reconbound.report.pages import render
-from reconbound.sweep import frontier, space
+from reconbound.sweep import chances, frontier, space
 from reconbound.sweep.space import Row
 from reconbound.sweep.trial import LEDGER, trial_folder
 
@@ -54,11 +54,12 @@ def frontier_page(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
         rows: of the finished trials.
         facts: as in `write_pages`.
     """
-    floors, names = frontier.floors_in(rows), settings_in(rows)
+    floors, names, found = frontier.floors_in(rows), settings_in(rows), chances.chances_in(rows)
     proved = frontier.checked_floor(rows)
     rule = proved.partition("_")[0]
     measure = measured_by(facts)
-    shown = {chart.id: chart for chart in (_lines(rows, floors, measure), _places(rows, rule, measure))}
+    drawn = (_chances(rows, found, measure), _lines(rows, floors, measure), _places(rows, rule, measure))
+    shown = {chart.id: chart for chart in drawn if chart.figure["data"]}
     fronts = [
         {
             "name": floor,
@@ -68,15 +69,28 @@ def frontier_page(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
         }
         for floor in floors
     ]
+    safest = [
+        {
+            "name": name,
+            "text": frontier.describe_floor(name),
+            "rows": [_chance_cells(row, found, names, measure) for row in frontier.pareto(rows, name)],
+        }
+        for name in found
+    ]
     measured = min((row.get("measured_median") or 0.0 for row in rows), default=0.0)
     context = {
-        "title": f"{clean(facts['data'], 80)}: how accurate, for how high a floor?",
+        "title": f"{clean(facts['data'], 80)}: how accurate, and how well protected?",
         "warnings": cautions(rows, facts),
         "finding": verdict(rows, proved, facts.get("guesses"), measure),
         "precision": frontier.describe_precision(proved, facts["runs"], measured),
         "measure": measure,
         "chart": shown,
         "fronts": fronts,
+        "safest": safest,
+        "chances": [chances.head_chance(name) for name in found],
+        "not_measured": chances.NOT_MEASURED,
+        "without_chance": sum(not chances.chances_in([row]) for row in rows),
+        "rows": len(rows),
         "names": names,
         "proved": frontier.describe_floor(f"{rule}_max").partition(",")[0],
         "crossed": _describe_crossed(rows),
@@ -97,7 +111,8 @@ def run_page(rows: Sequence[Row], facts: Mapping[str, Any], *, ledger: bool = Fa
         ledger: whether its ledger is in the folder.
     """
     names = settings_in(rows)
-    kept = [name for name in frontier.columns_of(rows) if name not in ("trial", "steps", *names)]
+    flags = set(chances.columns_in(rows)) - set(chances.CHANCES)
+    kept = [name for name in frontier.columns_of(rows) if name not in ("trial", "steps", *names, *flags)]
     context = {
         "title": f"Run {rows[0]['trial']}",
         "setting": [(name, _value(rows[0][name])) for name in names],
@@ -106,11 +121,13 @@ def run_page(rows: Sequence[Row], facts: Mapping[str, Any], *, ledger: bool = Fa
         "rows": [
             (
                 frontier.describe_floor(name).replace("accuracy", measured_by(facts)),
-                [_value(row.get(name), _side(name)) for row in rows],
+                [_shown(row, name) for row in rows],
             )
             for name in kept
         ],
         "crossed": _describe_crossed(rows),
+        "chances": bool(chances.chances_in(rows)),
+        "not_measured": chances.NOT_MEASURED,
         "ledger": ledger,
     }
     return render("trial.html", context, None)
@@ -155,6 +172,7 @@ def verdict(
     """
     sound = [row for row in rows if frontier.protection_of(row).meaningful]
     context = {"rows": rows, "floor": floor, "sound": sound, "guesses": guesses, "known": (guesses or {}).get("error")}
+    context["chance"] = next(iter(chances.chances_in(rows)), None)
     return paragraphs("sweep-finding.txt", **context, frontier=frontier, accuracy=partial(_accuracy, measure=measure))
 
 
@@ -178,6 +196,22 @@ def settings_in(rows: Sequence[Row]) -> list[str]:
 
 
 # --- charts --------------------------------------------------------------------------------
+
+
+def _chances(rows: Sequence[Row], names: Sequence[str], measure: str) -> Chart:
+    """Draws the chances at the places over the records for all settings, and the fronts."""
+    traces, keys = [], []
+    colours = (charts.VERMILLION, charts.ORANGE, charts.BLUE, charts.PURPLE, charts.GREEN, charts.SKY)
+    for name, colour in zip(names, colours, strict=False):
+        traces.append({**_trace(rows, name, colour, "solid", measure), "mode": "markers", "opacity": 0.45})
+        traces.append(_trace(frontier.pareto(rows, name), name, colour, "solid", measure))
+        keys.append(Key(colour, frontier.describe_floor(name), "line"))
+    heights = [y for trace in traces for y in trace["y"]] or [0.0]
+    title, top = charts.titled("chance of success (%)"), min(104.0, 1.1 * max(heights) + 2)
+    y = {"title": title, "range": [0.0, top], "zeroline": False, "fixedrange": True, "nticks": 7}
+    label = f"{measure[0].upper()}{measure[1:]} against the chance of success of the best attack"
+    layout = charts.layout(460, _accuracy_axis(measure), y)
+    return Chart("chart-chances", {"data": traces, "layout": layout}, tuple(keys), label=label)
 
 
 def _lines(rows: Sequence[Row], floors: Sequence[str], measure: str) -> Chart:
@@ -208,19 +242,29 @@ def _trace(rows: Sequence[Row], floor: str, colour: str, dash: str, measure: str
     rows = [row for row in rows if row.get(floor) is not None and row.get("accuracy") is not None]
     return {
         "type": "scatter", "mode": "lines+markers", "x": [times * row["accuracy"] for row in rows],
-        "y": [min(DECADES, max(-DECADES, space.log10(row[floor]))) for row in rows],
+        "y": [_height(row[floor], floor) for row in rows],
         "line": {"color": colour, "dash": dash, "width": 2}, "marker": {"color": colour, "size": 7},
         "text": [_hover(row, floor, measure) for row in rows], "hoverinfo": "text",
         "customdata": [_link(row) for row in rows],
     }  # fmt: skip
 
 
+def _height(value: float, name: str) -> float:
+    """Returns where a chart shows a chance (in percent) or a floor (its decimal logarithm, within DECADES)."""
+    if name in chances.CHANCES:
+        return 100 * min(1.0, max(0.0, value))
+    return min(DECADES, max(-DECADES, space.log10(value)))
+
+
+def _accuracy_axis(measure: str) -> dict[str, Any]:
+    title = charts.titled(f"{measure} (%)" if measure == ACCURACY else f"{measure} on test data")
+    return {"title": title, "zeroline": False, "fixedrange": True, "nticks": 7}
+
+
 def _chart(name: str, traces: list[Any], keys: list[Key], against: str, measure: str) -> Chart:
     logs = [y for trace in traces for y in trace["y"]] or [0.0]
     low, high = min(logs) - 0.2, max(logs) + 0.2
-    title = charts.titled(f"{measure} (%)" if measure == ACCURACY else f"{measure} on test data")
-    x = {"title": title, "zeroline": False, "fixedrange": True, "nticks": 7}
-    layout = charts.layout(460, x, charts.log_axis(low, high, "floor (MSE)"))
+    layout = charts.layout(460, _accuracy_axis(measure), charts.log_axis(low, high, "floor (MSE)"))
     beyond = any(abs(y) >= DECADES for y in logs)
     note = f"What lies beyond {10**DECADES:,.0f} or below {10**-DECADES:g} is drawn at the edge." if beyond else ""
     label = f"{measure[0].upper()}{measure[1:]} against {against}"
@@ -232,7 +276,7 @@ def _hover(row: Row, floor: str, measure: str) -> str:
     lines = [
         f"run {row['trial']}: {setting}, {row['steps']:,} steps",
         f"accuracy {_accuracy(row)}" if measure == ACCURACY else _accuracy(row, measure),
-        f"{frontier.describe_floor(floor)}: {_mse(row[floor])}",
+        f"{frontier.describe_floor(floor)}: {_shown(row, floor) if floor in chances.CHANCES else _mse(row[floor])}",
         *([f"crossed: {_mse(row[frontier.crossed_of(floor) or ''])}"] if has_crossed([row], floor) else []),
         f"ε = {_value(row.get('epsilon'), 'up')}",
     ]
@@ -241,6 +285,18 @@ def _hover(row: Row, floor: str, measure: str) -> str:
 
 def _mse(floor: float) -> str:
     return f"{_value(floor, 'down')} ({plus_minus(math.sqrt(floor))})"
+
+
+def _chance_cells(row: Row, found: Sequence[str], names: Sequence[str], measure: str) -> dict[str, Any]:
+    return {
+        "link": _link(row),
+        "trial": row["trial"],
+        "settings": [_value(row.get(name)) for name in names],
+        "steps": f"{row['steps']:,}",
+        "accuracy": _accuracy(row, measure).removeprefix(f"{R2} "),
+        "chances": [chances.format_chance(row, name) for name in found],
+        "epsilon": _value(row.get("epsilon"), "up"),
+    }
 
 
 def _cells(row: Row, floor: str, names: Sequence[str], measure: str) -> dict[str, Any]:
@@ -278,6 +334,11 @@ def _value(value: Any, side: Side = "near") -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return format_number(value, 4, side) if value < 1e6 else amount(value, side=side)
+
+
+def _shown(row: Row, name: str) -> str:
+    """Formats a row's chance, floor or other number."""
+    return chances.format_chance(row, name) if name in chances.CHANCES else _value(row.get(name), _side(name))
 
 
 def _side(name: str) -> Side:

@@ -22,9 +22,13 @@ import torch
 
 from reconbound._internal.checks import InputError, warn_user
 from reconbound._internal.rng import derive
+from reconbound.accounting.divergence_ledger import DivergenceLedger
+from reconbound.accounting.spec import Account
 from reconbound.auditing.models import as_tensor, make_loss, make_model, model_kind, score, start_afresh
 from reconbound.auditing.options import AuditOptions
+from reconbound.fisher.worlds import REMOVED
 from reconbound.report.folder import prepare
+from reconbound.sweep.chances import chances_of
 from reconbound.sweep.fleet.trainer import Fleet, Snapshot
 from reconbound.sweep.queue import Exploded, TrialLost
 from reconbound.sweep.space import Row, Setting, key, seed_of
@@ -192,5 +196,15 @@ class TogetherTrainer(Trainer):
             account = replace(fleet.ledger.factors.accounts[k], steps=at[0].step)
             dfil = torch.stack([torch.stack([shot.dfil(rule)[k] for rule in account.kept_rules]) for shot in at])
             scores = [float(shot.found[k]) for shot in at]
-            rows.append(self._row(account, scores, dfil, fleet.ledger.measured_in_runs(account.steps)))
+            row = self._row(account, scores, dfil, fleet.ledger.measured_in_runs(account.steps))
+            rows.append(row | _chances(account, at, k))
         return rows
+
+
+def _chances(account: Account, shots: Sequence[Snapshot], k: int) -> Row:
+    """Returns the chances of success against the records of the k-th training; none without Poisson batches."""
+    nats = [shot.nats[k][None] for shot in shots if shot.nats is not None]
+    times = [shot.drawn[None] for shot in shots if shot.drawn is not None]
+    if not nats:
+        return {}
+    return chances_of(DivergenceLedger.of_runs(account, [REMOVED], torch.stack(nats), torch.stack(times)))

@@ -34,6 +34,7 @@ from reconbound.data import Dataset
 from reconbound.mechanisms import SampledGaussian
 from reconbound.mechanisms.guarantee import guarantee
 from reconbound.report.folder import CHECKPOINTS, prepare
+from reconbound.sweep.chances import chances_of
 from reconbound.sweep.space import Row, Setting, seed_of
 from reconbound.training.checkpoint import CheckpointError, data_digest, plain_json
 from reconbound.training.private_sgd import PrivateSGD
@@ -161,7 +162,8 @@ class Trainer:
             scores = [h["accuracy"] for h in learner.history if h["step"] == count]
             dfil = torch.stack([ledger.traces.dfil_of_runs(count, rule) for rule in ledger.account.kept_rules], 1)
             account, measured = replace(ledger.account, steps=count), ledger.traces.measured_in_runs(count)
-            rows.append(self._row(account, scores, dfil, measured))
+            chances = chances_of(ledger.divergences.at(count)) if ledger.divergences.worlds else {}
+            rows.append(self._row(account, scores, dfil, measured) | chances)
         return learner, rows
 
     def _about(self, setting: Setting) -> dict[str, Any]:

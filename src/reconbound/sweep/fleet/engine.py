@@ -98,6 +98,7 @@ class Stacked:
         opened = self.stack.open(work.inputs, work.targets, fleet.loss_fn, measured=False)
         norms = opened.norms()
         factor = clipping(norms / fleet.clip_norm, 1.0, fleet.settings[0].clip).factor
+        work.found[0] = factor * norms
         opened.weighted_sum(factor * work.mask, fleet.sums)
 
     def information(self, work: Work) -> None:
@@ -147,12 +148,15 @@ class Branches:
             here.wait_stream(stream)
 
     def gradient_sums(self, work: Work) -> None:
-        """Computes Σ c g of every training over the work's records, into the fleet's sums."""
+        """Computes Σ c g of every training over the work's records, into the fleet's sums, and clipped norms."""
         for k in self._each():
             s, problem = self.fleet.settings[k], Problem(self.fleet.models[k], self.fleet.loss_fn, Private("nothing"))
             batch = (work.mask, work.inputs, work.targets)
             opened = open_pass(problem, batch, self.methods[0], check=False, measured=False)
-            sums = opened.weighted_sum(clipping(opened.norms(), s.max_grad_norm, s.clip).factor * work.mask)
+            norms = opened.norms()
+            factor = clipping(norms, s.max_grad_norm, s.clip).factor
+            work.found[0, k] = factor * norms
+            sums = opened.weighted_sum(factor * work.mask)
             torch.cat([v.flatten() for v in sums.values()], out=self.fleet.sums[k])
 
     def information(self, work: Work) -> None:

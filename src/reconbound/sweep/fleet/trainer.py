@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from reconbound._internal.checks import InputError, choice, number, whole
 from reconbound._internal.files import json_digest
 from reconbound._internal.rng import derive, seeded, torch_stream
+from reconbound.accounting.divergence_ledger import removed_nats
 from reconbound.accounting.measurement_plan import Segments
 from reconbound.accounting.record_ledger import RecordLedger, Traces
 from reconbound.accounting.spec import checked_counts
@@ -40,6 +41,8 @@ NOT_FOR_RELEASE = (
     "not for release: the noise is from a generator that is not cryptographic, in the model's precision; to release a "
     "model, train it with PrivateSGD"
 )
+#: Batches whose clipped norms are added together.
+_BATCHES = 128
 NoiseFn = Callable[[int], Tensor]  # step → standard normal numbers, (K, p)
 
 
@@ -53,6 +56,9 @@ class Snapshot:
         dfils: dFIL by rule, of each training and record, (K, N), on the CPU; the account's first rule comes first.
         finite: whether each training's parameters and dFIL are finite, (K,).
         found: the result of `evaluate` for each training.
+        nats: the sums so far of D towards the world without the record, of each training and record, (K, N), on the
+            CPU; None where batches are no Poisson samples.
+        drawn: how often each record was in a batch so far, (N,); None likewise.
         caveats: what holds for all of it: it is not for release.
     """
 
@@ -61,6 +67,8 @@ class Snapshot:
     dfils: Mapping[str, Tensor]
     finite: Tensor
     found: tuple[Any, ...]
+    nats: Tensor | None = None
+    drawn: Tensor | None = None
     caveats: tuple[str, ...] = (NOT_FOR_RELEASE,)
 
     def dfil(self, rule: str = "") -> Tensor:
@@ -157,6 +165,10 @@ class Fleet:
         streams = min(whole("streams", how.streams), len(settings))
         self.engine = make_engine(self, choice("method", how.method, METHODS), streams)
         self._levels = _levels(self.sampler)
+        shape = (len(self.settings), self.records)
+        self.nats = torch.zeros(shape, dtype=torch.float64, device=self.device)
+        self.drawn = torch.zeros(self.records, dtype=torch.int64, device=self.device)
+        self._norms: list[tuple[Tensor, Tensor]] = []  # records and clipped norms (K, B) of some batches
         self._training: dict[int, Work] = {}
         self._measuring: dict[int, Work] = {}
 
@@ -243,6 +255,9 @@ class Fleet:
             own.load_state_dict(_untrained(model), strict=False)
         self.velocity.zero_()
         self.ledger.clear_run()
+        self._norms = []
+        for sums in (self.nats, self.drawn):
+            sums.zero_()
 
     def _train(self, batch: Tensor) -> None:
         """Takes one step of every training on this batch, with the noise in the buffer."""
@@ -250,10 +265,25 @@ class Fleet:
         if size not in self._training:
             self._training[size] = Work(self, size, self.engine.gradient_sums)
         self._training[size](batch)
+        if self.sampler.name == "poisson":
+            self._norms.append((batch, self._training[size].found[0, :, : len(batch)].clone()))
+            if len(self._norms) >= _BATCHES:
+                self._settle()
         gradient = torch.addcmul(self.sums, self.scale, self.noise).div_(self.sampler.divisor)
         gradient.addcmul_(self.params, self.decay)
         self.velocity.mul_(self.momentum).add_(gradient)
         self.params.addcmul_(self.velocity, self.lr, value=-1)
+
+    def _settle(self) -> None:
+        """Adds to `nats` what is pending: many batches at a time cost little more than one."""
+        pending, self._norms = self._norms, []
+        if not pending:
+            return
+        index = torch.cat([batch for batch, _ in pending]).to(self.device)
+        factors = self.ledger.factors
+        norms = torch.cat([norms for _, norms in pending], 1).double() / factors.noise
+        self.nats.index_add_(1, index, removed_nats(norms, factors.reach, self.settings[0].sample_rate))
+        self.drawn.index_add_(0, index, torch.ones_like(index))
 
     def _measure(self, group: Tensor, weight: float, seed: int, step: int, part: int) -> None:
         """Adds what this step reveals about these records to every training's ledger."""
@@ -272,7 +302,9 @@ class Fleet:
         dfils = {rule: self.ledger.dfil_of_runs(step, rule)[-1] for rule in self.ledger.account.kept_rules}
         finite = torch.isfinite(self.params).all(1).cpu() & torch.stack(list(dfils.values())).isfinite().all(2).all(0)
         found = tuple(None if evaluate is None else evaluate(model) for model in self.models)
-        return Snapshot(step, self.settings, dfils, finite, found)
+        self._settle()
+        removed = (self.nats.cpu().clone(), self.drawn.cpu().clone()) if self.sampler.name == "poisson" else ()
+        return Snapshot(step, self.settings, dfils, finite, found, *removed)
 
 
 def _trained(model: nn.Module) -> Tensor:

@@ -1,0 +1,115 @@
+"""The chances of success that a sweep compares: of the best attack on a model, where it has 10 % without the record.
+
+They are those of an audit (report/success.py): p_max at the most exposed record, at the record that all but 1 in 100 do
+not exceed, and at the median record. Lower is better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from reconbound._internal.checks import InputError
+from reconbound.accounting.divergence_ledger import DivergenceLedger
+from reconbound.auditing.leakage import divergences_of
+from reconbound.auditing.worlds import PRIVATE
+from reconbound.bounds import success_from_kl
+from reconbound.fisher.worlds import REMOVED
+from reconbound.report import formats
+from reconbound.report.success import PLACES, SHOWN, over_records
+from reconbound.sweep.space import Row
+
+#: Of each chance, whom it is against, and the heading of its column.
+_AGAINST = {"max": "the most exposed record", "p99": "all but 1 in 100", "median": "the median record"}
+_SHORT = {"max": "most exposed", "p99": "all but 1 in 100", "median": "median"}
+#: Why rows may have no chances.
+NOT_MEASURED = (
+    "Chances of success were not measured: an earlier version trained these settings, or their batches are no Poisson "
+    "samples."
+)
+#: The columns of the chances, by world and by place over the records; the first is what is shown first.
+CHANCES = tuple(f"success_{world}_{place}" for world in (REMOVED, PRIVATE) for place in reversed(PLACES))
+_ESTIMATE = "_estimate"
+
+
+def chances_of(ledger: DivergenceLedger) -> Row:
+    """Returns the chance at each place over the records in each world of the ledger, and whether it is an estimate.
+
+    A record's divergence is at its upper confidence limit where it has one, as in an audit.
+
+    Args:
+        ledger: of finished runs. A world other than "removed" is that of the whole private part.
+    """
+    row: Row = {}
+    shown = divergences_of(ledger)
+    for k, world in enumerate(ledger.worlds):
+        cap, best = ledger.cap(world), ledger.towards(world).mechanism_success(SHOWN)
+        nats = shown["nats"][k].numpy()
+        upper = shown["nats_upper"][k].numpy() if "nats_upper" in shown else np.full_like(nats, np.inf)
+        nats = np.where(np.isfinite(upper), upper, np.where(np.isnan(nats), cap, nats))
+        chances = np.minimum(success_from_kl(SHOWN, nats), best)
+        sure = np.isfinite(upper) | (nats >= cap) | (chances >= best)
+        found, estimates = over_records(chances, sure, best)
+        kind = REMOVED if world == REMOVED else PRIVATE
+        for place, chance in found.items():
+            row |= {f"success_{kind}_{place}": chance, f"success_{kind}_{place}{_ESTIMATE}": place in estimates}
+    return row
+
+
+def chances_in(rows: Iterable[Row]) -> list[str]:
+    """Returns the chances that the rows have, in a fixed order."""
+    there = {name for row in rows for name, value in row.items() if value is not None}
+    return [name for name in CHANCES if name in there]
+
+
+def checked_chance(rows: Sequence[Row], chance: str | None = None) -> str:
+    """Returns the chance of this name, or the first that the rows have. An error lists those that they have.
+
+    Args:
+        rows: of the finished trials.
+        chance: the name of a chance; None for the first.
+    """
+    there = chances_in(rows)
+    if chance is None and there:
+        return there[0]
+    if chance not in there:
+        what = f"must be one of {', '.join(there)}" if there else f"cannot be used. {NOT_MEASURED.rstrip('.')}"
+        raise InputError("chance", what, chance)
+    return chance
+
+
+def describe_chance(name: str) -> str:
+    """Returns in words whom a chance is against.
+
+    >>> describe_chance("success_removed_max"), describe_chance("success_private_median")
+    ('chance against the most exposed record', 'chance against the private part of the median record')
+    """
+    _, world, place = name.split("_")
+    part = "" if world == REMOVED else "the private part of "
+    return f"chance against {part}{_AGAINST[place]}"
+
+
+def head_chance(name: str) -> str:
+    """Returns the heading of a chance's column.
+
+    >>> head_chance("success_removed_max"), head_chance("success_private_p99")
+    ('chance, most exposed', 'chance, private part, all but 1 in 100')
+    """
+    _, world, place = name.split("_")
+    return f"chance, {'' if world == REMOVED else 'private part, '}{_SHORT[place]}"
+
+
+def format_chance(row: Row, name: str) -> str:
+    """Formats a row's chance; an estimate says so, and "–" stands for one that was not measured.
+
+    >>> format_chance({"success_removed_max": 0.1234, "success_removed_max_estimate": True}, "success_removed_max")
+    '12.4% (estimate)'
+    """
+    value = row.get(name)
+    return "–" if value is None else formats.chance(float(value), estimate=bool(row.get(name + _ESTIMATE)))
+
+
+def columns_in(rows: Iterable[Row]) -> list[str]:
+    """Returns the table's columns of the chances that the rows have: each, and whether it is an estimate."""
+    return [name + ending for name in chances_in(rows) for ending in ("", _ESTIMATE)]
