@@ -13,48 +13,52 @@ import numpy as np
 from reconbound._internal.checks import InputError
 from reconbound.accounting.divergence_ledger import DivergenceLedger
 from reconbound.auditing.leakage import divergences_of
-from reconbound.auditing.worlds import PRIVATE
 from reconbound.bounds import success_from_kl
 from reconbound.fisher.worlds import REMOVED
 from reconbound.report import formats
-from reconbound.report.success import PLACES, SHOWN, over_records
+from reconbound.report.success import SHOWN, over_records
 from reconbound.sweep.space import Row
 
-#: Of each chance, whom it is against, and the heading of its column.
-_AGAINST = {"max": "the most exposed record", "p99": "all but 1 in 100", "median": "the median record"}
-_SHORT = {"max": "most exposed", "p99": "all but 1 in 100", "median": "median"}
 #: Why rows may have no chances.
 NOT_MEASURED = (
     "Chances of success were not measured: an earlier version trained these settings, or their batches are no Poisson "
     "samples."
 )
-#: The columns of the chances, by world and by place over the records; the first is what is shown first.
-CHANCES = tuple(f"success_{world}_{place}" for world in (REMOVED, PRIVATE) for place in reversed(PLACES))
+#: The columns of the chances, and in words whom each is against; the first is what is shown first.
+CHANCES = {
+    f"success_{REMOVED}_max": "the most exposed record",
+    f"success_{REMOVED}_p99": "all but 1 in 100",
+    f"success_{REMOVED}_median": "the median record",
+}
 _ESTIMATE = "_estimate"
 
 
 def chances_of(ledger: DivergenceLedger) -> Row:
-    """Returns the chance at each place over the records in each world of the ledger, and whether it is an estimate.
+    """Returns the chance at each place over the records, and whether it is an estimate.
 
     A record's divergence is at its upper confidence limit where it has one, as in an audit.
 
     Args:
-        ledger: of finished runs. A world other than "removed" is that of the whole private part.
+        ledger: of finished runs with the world "removed" only.
     """
+    shown, cap, best = divergences_of(ledger), ledger.cap(REMOVED), ledger.towards().mechanism_success(SHOWN)
+    nats = shown["nats"][0].numpy()
+    upper = shown["nats_upper"][0].numpy() if "nats_upper" in shown else np.full_like(nats, np.inf)
+    nats = np.where(np.isfinite(upper), upper, np.where(np.isnan(nats), cap, nats))
+    chances = np.minimum(success_from_kl(SHOWN, nats), best)
+    sure = np.isfinite(upper) | (nats >= cap) | (chances >= best)
+    found, estimates = over_records(chances, sure, best)
     row: Row = {}
-    shown = divergences_of(ledger)
-    for k, world in enumerate(ledger.worlds):
-        cap, best = ledger.cap(world), ledger.towards(world).mechanism_success(SHOWN)
-        nats = shown["nats"][k].numpy()
-        upper = shown["nats_upper"][k].numpy() if "nats_upper" in shown else np.full_like(nats, np.inf)
-        nats = np.where(np.isfinite(upper), upper, np.where(np.isnan(nats), cap, nats))
-        chances = np.minimum(success_from_kl(SHOWN, nats), best)
-        sure = np.isfinite(upper) | (nats >= cap) | (chances >= best)
-        found, estimates = over_records(chances, sure, best)
-        kind = REMOVED if world == REMOVED else PRIVATE
-        for place, chance in found.items():
-            row |= {f"success_{kind}_{place}": chance, f"success_{kind}_{place}{_ESTIMATE}": place in estimates}
+    for name in CHANCES:
+        place = name.rpartition("_")[2]
+        row |= {name: found[place], name + _ESTIMATE: place in estimates}
     return row
+
+
+def are_whole(row: Row) -> bool:
+    """Returns whether a row has all chances, from 0 to 1, or none."""
+    own = [row[name] for name in CHANCES if row.get(name) is not None]
+    return len(own) in (0, len(CHANCES)) and all(0 <= chance <= 1 for chance in own)
 
 
 def chances_in(rows: Iterable[Row]) -> list[str]:
@@ -82,22 +86,19 @@ def checked_chance(rows: Sequence[Row], chance: str | None = None) -> str:
 def describe_chance(name: str) -> str:
     """Returns in words whom a chance is against.
 
-    >>> describe_chance("success_removed_max"), describe_chance("success_private_median")
-    ('chance against the most exposed record', 'chance against the private part of the median record')
+    >>> describe_chance("success_removed_max")
+    'chance against the most exposed record'
     """
-    _, world, place = name.split("_")
-    part = "" if world == REMOVED else "the private part of "
-    return f"chance against {part}{_AGAINST[place]}"
+    return f"chance against {CHANCES[name]}"
 
 
 def head_chance(name: str) -> str:
     """Returns the heading of a chance's column.
 
-    >>> head_chance("success_removed_max"), head_chance("success_private_p99")
-    ('chance, most exposed', 'chance, private part, all but 1 in 100')
+    >>> head_chance("success_removed_max")
+    'chance, most exposed'
     """
-    _, world, place = name.split("_")
-    return f"chance, {'' if world == REMOVED else 'private part, '}{_SHORT[place]}"
+    return f"chance, {CHANCES[name].removeprefix('the ').removesuffix(' record')}"
 
 
 def format_chance(row: Row, name: str) -> str:

@@ -89,8 +89,8 @@ def sealed_rows(slot: Slot) -> list[Row]:
         text = isinstance(value, str) and name in space.PARAMETERS
         if not text and not isinstance(value, int | float | None):
             raise DataError(f"{which} is not reconbound's: {name!r} is no number")
-        if name in chances.CHANCES and value is not None and not 0 <= value <= 1:
-            raise DataError(f"{which} is not reconbound's: {name!r} is no chance")
+    if not all(map(chances.are_whole, found)):
+        raise DataError(f"{which} is not reconbound's: a row lacks some of its chances, or one is not from 0 to 1")
     rows: list[Row] = printable(found)
     return rows
 

@@ -201,8 +201,7 @@ def settings_in(rows: Sequence[Row]) -> list[str]:
 def _chances(rows: Sequence[Row], names: Sequence[str], measure: str) -> Chart:
     """Draws the chances at the places over the records for all settings, and the fronts."""
     traces, keys = [], []
-    colours = (charts.VERMILLION, charts.ORANGE, charts.BLUE, charts.PURPLE, charts.GREEN, charts.SKY)
-    for name, colour in zip(names, colours, strict=False):
+    for name, colour in zip(names, (charts.VERMILLION, charts.ORANGE, charts.BLUE), strict=False):
         traces.append({**_trace(rows, name, colour, "solid", measure), "mode": "markers", "opacity": 0.45})
         traces.append(_trace(frontier.pareto(rows, name), name, colour, "solid", measure))
         keys.append(Key(colour, frontier.describe_floor(name), "line"))
