@@ -15,7 +15,7 @@ import argparse
 import csv
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from reconbound.accounting.accountant import FisherAccountant
 from reconbound.accounting.measurement_plan import Blocks
 from reconbound.accounting.spec import Account
 from reconbound.fisher import StepInformation
+from reconbound.fisher.worlds import REMOVED
 
 RUNS = 10
 BUDGETS: dict[str, Any] = {
@@ -178,31 +179,39 @@ def trainings(trial: Trial, copies: int, generator: torch.Generator) -> Iterator
 
 
 class Budgeted:
-    """A ledger of all groups' records, filled with what its budget would have measured."""
+    """A ledger of all groups' records, filled with what its budget would have measured.
 
-    def __init__(self, budget: Any, trial: Trial, groups: int, features: int) -> None:
+    Further arguments are those of the account."""
+
+    def __init__(
+        self, budget: Any, trial: Trial, groups: int, features: int, *, worlds: Sequence[str] = (), **changes: Any
+    ) -> None:
         self.budget, self.records, self.groups = budget, trial.records, groups
         account = Account(
             trial.noise, trial.clip, trial.rate,
-            records=groups * trial.records, features=features, steps=trial.steps,
+            records=groups * trial.records, features=features, steps=trial.steps, **changes,
         )  # fmt: skip
-        self.ledger = FisherAccountant(account)
+        self.ledger = FisherAccountant(account, worlds=worlds)
         self.plan = Blocks(trial.records, trial.rate, trial.steps, budget if isinstance(budget, float) else 1.0, 1)
 
-    def add(self, step: Step, generator: torch.Generator) -> None:
+    def chosen(self, number: int, drawn: Tensor, generator: torch.Generator) -> tuple[Tensor, dict[str, Any]]:
+        """The records that are measured at a step in which these took part, (M, N), and how they count."""
         stratified = isinstance(self.budget, float)
         if stratified:
-            _, first, length = self.plan.block(step.number)
-            if step.number == first:  # each record's own step of the block
+            _, first, length = self.plan.block(number)
+            if number == first:  # each record's own step of the block
                 self.at = first + torch.randint(0, length, (self.groups * self.records,), generator=generator)
-            rows, weight = self.at == step.number, self.plan.weight(step.number)
+            rows, weight = self.at == number, self.plan.weight(number)
         elif self.budget == "every":
-            rows, weight = step.drawn.flatten(), 1.0
+            rows, weight = drawn.flatten(), 1.0
         else:
             coin = torch.rand(self.groups, 1, generator=generator) < self.budget[1]
-            rows, weight = (step.drawn & coin).flatten(), 1 / self.budget[1]
-        index = torch.nonzero(rows).flatten()
-        self.ledger.add(index, rows_of(step.found, index), weight=weight, stratified=stratified)
+            rows, weight = (drawn & coin).flatten(), 1 / self.budget[1]
+        return torch.nonzero(rows).flatten(), {"weight": weight, "stratified": stratified}
+
+    def add(self, step: Step, generator: torch.Generator) -> None:
+        index, how = self.chosen(step.number, step.drawn, generator)
+        self.ledger.add(index, rows_of(step.found, index), **how)
 
 
 def rows_of(found: StepInformation, index: Tensor) -> StepInformation:
@@ -235,7 +244,8 @@ def simulate(
 
 def alone(ledger: FisherAccountant, records: int) -> Iterator[FisherAccountant]:
     """Each group's part of the ledger as a ledger of its own, as its owner has it; to be read before the next."""
-    state, own = ledger.state(), FisherAccountant(replace(ledger.account, records=records))
+    worlds = [world for world in ledger.divergences.worlds if world != REMOVED]
+    state, own = ledger.state(), FisherAccountant(replace(ledger.account, records=records), worlds=worlds)
     for first in range(0, ledger.account.records, records):
         last = first + records
         whole = (
