@@ -22,7 +22,7 @@ BLOCK = re.compile(r"^```(python|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
     ("name", "least"),
     [
         ("tutorials/private_sgd.md", 8),
-        ("tutorials/opacus.md", 5),
+        ("tutorials/opacus.md", 14),
         ("guides/own_loop.md", 4),
         ("guides/gpu.md", 3),
         ("results/attacks.md", 1),

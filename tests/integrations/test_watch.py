@@ -279,7 +279,9 @@ def in_order(records: list[Any]) -> Any:
 def test_loader_that_reorders_its_records_is_refused() -> None:
     with pytest.raises(InputError, match=r"data_loader must keep the order .* got 'by_length'"):
         private(loader=DataLoader(Numbers(), batch_size=12, collate_fn=by_length)).watch()
-    private(loader=DataLoader(Numbers(), batch_size=12, collate_fn=in_order)).watch()
+    with pytest.warns(UserWarning, match="batches are padded to the longest record"):
+        ledger = private(loader=DataLoader(Numbers(), batch_size=12, collate_fn=in_order)).watch()
+    assert any("padded" in statement for statement in ledger.statements)
 
 
 def loader_of(**options: Any) -> DataLoader[Any]:

@@ -19,7 +19,7 @@ from reconbound._internal.checks import InputError
 from reconbound._internal.rng import random_states_kept
 
 #: Records with which a collate function is tried.
-_TRIED = 4
+_TRIED = 8
 _GRID = 2.0**24  # of torch's float32 random numbers
 
 
@@ -108,7 +108,6 @@ def poisson_sampler(loader: Any) -> UniformWithReplacementSampler:
         raise InputError("data_loader", why, "rand_on_empty=True")
     if getattr(loader, "_iterator", None) is not None:
         raise InputError("data_loader", "must be watched before the training iterates over it", "one in use")
-    check_collate(loader)
     return sampler
 
 
@@ -131,10 +130,11 @@ def drawn_rate(sampler: UniformWithReplacementSampler) -> float:
 
 
 @random_states_kept()
-def check_collate(loader: DataLoader[Any]) -> None:
-    """Refuses a loader whose batches do not keep the order of the records that were drawn, or mix them.
+def check_collate(loader: DataLoader[Any]) -> bool:
+    """Returns whether rows of a batch depend on the other records: they are then padded to the longest.
 
-    Four records are collated in two orders: the rows must come in these orders.
+    Refuses a loader whose batches do not keep the order of the records that were drawn, or mix them. A few records are
+    collated in two orders, and the first one by itself.
 
     Args:
         loader: the loader.
@@ -142,15 +142,31 @@ def check_collate(loader: DataLoader[Any]) -> None:
     own = loader.collate_fn
     collate = getattr(own, "wrapped_collator_fn", own)  # Opacus's wrapper keeps the first batch that it sees
     records = len(loader.dataset)  # type: ignore[arg-type]
-    some = [loader.dataset[i] for i in range(min(_TRIED, records))]
-    order = [*range(1, len(some)), 0]
-    if collate is None or len(some) < 2:
-        return
+    count = min(_TRIED, records)
+    some = [loader.dataset[k * (records - 1) // max(1, count - 1)] for k in range(count)]
+    order = [*range(1, count), 0]
+    if collate is None or count < 2:
+        return False
     (one, _), (other, _) = tree_flatten(collate(list(some))), tree_flatten(collate([some[i] for i in order]))
     axes = (0,) if getattr(own, "batch_first", True) else (1, 0)
+    name = getattr(collate, "__name__", type(collate).__name__)
     if len(one) != len(other) or not all(_moved(a, b, order, axes) for a, b in zip(one, other, strict=True)):
         why = "must keep the order of the records in a batch, and mix none of them: its collate_fn does not"
-        raise InputError("data_loader", why, getattr(collate, "__name__", type(collate).__name__))
+        raise InputError("data_loader", why, name)
+    alone = [tree_flatten(collate([record]))[0] for record in some]
+    if any(len(parts) != len(one) for parts in alone):
+        raise InputError("data_loader", "must give one record the form of a batch: its collate_fn does not", name)
+    return any(
+        _shape(part, axes) != _shape(whole, axes) for parts in alone for part, whole in zip(parts, one, strict=True)
+    )
+
+
+def _shape(part: Any, axes: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Returns the shape of a record's row in a batch."""
+    if not isinstance(part, Tensor) or part.dim() == 0:
+        return None
+    batch = axes[0] if part.dim() > axes[0] else 0
+    return tuple(size for axis, size in enumerate(part.shape) if axis != batch)
 
 
 def _moved(one: Any, other: Any, order: list[int], axes: tuple[int, ...]) -> bool:
@@ -159,6 +175,7 @@ def _moved(one: Any, other: Any, order: list[int], axes: tuple[int, ...]) -> boo
         return True  # names and numbers of the whole batch
     if one.shape != other.shape:
         return False
+    if one.is_floating_point():
+        one, other = torch.nan_to_num(one), torch.nan_to_num(other)
     rows = [axis for axis in axes if one.dim() > axis and one.shape[axis] == len(order)]
-    return any(torch.equal(torch.nan_to_num(one).index_select(axis, torch.tensor(order)), torch.nan_to_num(other))
-               for axis in rows)  # fmt: skip
+    return any(torch.equal(one.index_select(axis, torch.tensor(order)), other) for axis in rows)

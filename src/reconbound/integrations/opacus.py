@@ -35,10 +35,15 @@ from reconbound.bounds import Bound
 from reconbound.data import Dataset
 from reconbound.fisher.worlds import REMOVED
 from reconbound.integrations.clipped_norms import ClippedNorms, check_optimizer, clip_norm
-from reconbound.integrations.loaders import drawn_rate, forget_batches, poisson_sampler, record_batches
+from reconbound.integrations.loaders import check_collate, drawn_rate, forget_batches, poisson_sampler, record_batches
 from reconbound.integrations.reports import describe_parameters, records_of, write_report
 from reconbound.mechanisms.base import ADD_REMOVE
 from reconbound.validate.model import ReconboundWarning
+
+PADDED = (
+    "batches are padded to the longest record: the ledger holds only where padding changes nothing of a record's loss, "
+    "as with a mask; otherwise a long record moves others' gradients, which no clip bounds"
+)
 
 
 def watch(optimizer: Any, data_loader: Any, loss_fn: Any) -> OpacusLedger:
@@ -71,7 +76,10 @@ def watch(optimizer: Any, data_loader: Any, loss_fn: Any) -> OpacusLedger:
         raise InputError("optimizer", "must have parameters, all on one device", [str(d) for d in devices])
     sampler = poisson_sampler(data_loader)
     check_accounted(optimizer, drawn_rate(sampler))
-    return OpacusLedger(optimizer, data_loader, sampler, loss_fn)
+    ledger = OpacusLedger(optimizer, data_loader, sampler, loss_fn)
+    if PADDED in ledger.statements:
+        warn_user(PADDED, ReconboundWarning)
+    return ledger
 
 
 class OpacusLedger:
@@ -108,8 +116,9 @@ class OpacusLedger:
         )
         self._ledger.divergences.from_batches = True
         self._ledger.begin_run(derive(new_seed(), "fingerprint").to_bytes(32, "little")[:16].hex())
-        self._ledger.caveats = describe_training(optimizer, self._ledger.account)
-        self._batches = record_batches(sampler)
+        padded = (PADDED,) if check_collate(loader) else ()
+        self._ledger.caveats = (*describe_training(optimizer, self._ledger.account), *padded)
+        self._batches = record_batches(sampler)  # from here on nothing is refused
         self._norms = ClippedNorms(optimizer, criterion)
         self._add_noise = optimizer.add_noise
         optimizer.add_noise = self._before_noise
