@@ -20,7 +20,7 @@ from reconbound._internal.checks import InputError, file_path
 from reconbound._internal.rng import random_states_kept
 from reconbound.accounting.accountant import FisherAccountant
 from reconbound.auditing.leakage import CONFIDENCE, chosen, divergences_of
-from reconbound.auditing.priors import copies_of, guess_of
+from reconbound.auditing.priors import dataset_facts, guess_of
 from reconbound.auditing.run import data_facts
 from reconbound.data import Dataset, Feature
 from reconbound.data.dataset import Pixels
@@ -69,7 +69,7 @@ def _run_of(ledger: FisherAccountant, dataset: Dataset, training: dict[str, Any]
     names = ("noise_multiplier", "max_grad_norm", "sample_rate", "steps", "clip", "sampler")
     floors = guarantee(account.mechanism(), dim=max(1, len(dataset.scale)), low=0.0, high=1.0)
     run = files.Run(
-        data={**data_facts(dataset), "inferred_ranges": False},  # the training knows nothing of these ranges
+        data={**data_facts(dataset), "inferred_ranges": False},
         mechanism={**{name: getattr(account, name) for name in names}, "runs": ledger.runs},
         training=training,
         guarantee=floors.to_dict(),
@@ -89,27 +89,15 @@ def _leakage_of(ledger: FisherAccountant, dataset: Dataset) -> files.Leakage:
     measured = nats["nats_measured"][0]
     kept, most = chosen(nats["nats"][0], measured)
     none = torch.zeros((0, len(measured)), dtype=torch.float64)
-    private, target = dataset.private_features, dataset.target
+    kept_worlds = ledger.divergences.worlds
     facts: dict[str, Any] = {
+        **dataset_facts(dataset, kept_worlds),
         "rules": [],
         "most": most,
-        "class_names": list(dataset.class_names),
-        "feature_names": [f.name for f in private] if dataset.kind == "table" else [],
-        "units": [f.unit for f in private] if dataset.kind == "table" else [],
-        "scale": dataset.scale.tolist(),
-        "offset": dataset.offset.tolist(),
-        "private": None if dataset.private is None else dataset.private.tolist(),
-        "target_name": "" if target is None else target.name,
         "confidence": CONFIDENCE,
-        "task": dataset.task,
-        "inferred_ranges": False,
-        "notes": list(dataset.notes),
-        "copies": copies_of(dataset),
-        "worlds": [{"name": name, "kind": "removed", "reference": ""} for name in ledger.divergences.worlds],
-        "prior_variance": None,
+        "inferred_ranges": False,  # the training knows nothing of these ranges
+        "mean_nats": [float(ledger.divergences.towards(name).mean()[0]) for name in kept_worlds],
     }
-    if dataset.task == "number" and target is not None:
-        facts |= {"target_offset": target.low, "target_scale": target.high - target.low}
     return files.Leakage(
         dfil=none,
         error=none,
