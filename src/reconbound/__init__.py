@@ -23,6 +23,12 @@ _HOME = {
     "SumOptions": "fisher",
     "Bound": "bounds",
     "Composition": "mechanisms",
+    "schedule": "mechanisms",
+    "from_opacus": "mechanisms",
+    "ZCDP": "mechanisms",
+    "Laplace": "mechanisms",
+    "GDP": "mechanisms",
+    "DiscreteGaussian": "mechanisms",
     "Guarantee": "mechanisms.guarantee",
     "audit": "auditing.run",
     "check_batch": "validate",
@@ -50,12 +56,16 @@ _HOME = {
 
 __all__ = [
     "DP",
+    "GDP",
     "PLD",
+    "ZCDP",
     "Account",
     "Bound",
     "Composition",
+    "DiscreteGaussian",
     "FisherAccountant",
     "Guarantee",
+    "Laplace",
     "Mechanism",
     "OutputPerturbation",
     "Private",
@@ -78,10 +88,12 @@ __all__ = [
     "check_model",
     "clipped_gradient_sum",
     "floor",
+    "from_opacus",
     "guarantee",
     "load_dataset",
     "load_release",
     "risks",
+    "schedule",
     "step_distances",
     "step_information",
 ]
@@ -103,7 +115,21 @@ if TYPE_CHECKING:
     )
     from reconbound.fisher.worlds import Replacement, StepDistances, step_distances
     from reconbound.linear import PrivateLogisticRegression, PrivateRidge
-    from reconbound.mechanisms import DP, PLD, Composition, Mechanism, OutputPerturbation, RenyiDP, SampledGaussian
+    from reconbound.mechanisms import (
+        DP,
+        GDP,
+        PLD,
+        ZCDP,
+        Composition,
+        DiscreteGaussian,
+        Laplace,
+        Mechanism,
+        OutputPerturbation,
+        RenyiDP,
+        SampledGaussian,
+        from_opacus,
+        schedule,
+    )
     from reconbound.mechanisms.guarantee import Guarantee, floor, guarantee
     from reconbound.mechanisms.risk import Risks, risks
     from reconbound.training.private_sgd import PrivateSGD, Settings

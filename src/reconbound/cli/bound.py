@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,8 +15,28 @@ import typer
 from reconbound._internal.checks import number, rounded_up
 from reconbound._internal.formatting import format_floor, format_limit, format_percent
 from reconbound.bounds.bound import NOT_PROVED
-from reconbound.cli.options import Options, count, epochs_as_steps, option, print_json, ratio, takes, terminal
-from reconbound.mechanisms import DP, Mechanism, OutputPerturbation, RenyiDP, SampledGaussian
+from reconbound.cli.options import (
+    Options,
+    count,
+    epochs_as_steps,
+    option,
+    plain_errors,
+    print_json,
+    ratio,
+    takes,
+    terminal,
+)
+from reconbound.mechanisms import (
+    DP,
+    GDP,
+    ZCDP,
+    Mechanism,
+    OutputPerturbation,
+    RenyiDP,
+    SampledGaussian,
+    read_opacus_state,
+    read_schedule,
+)
 from reconbound.mechanisms.guarantee import Guarantee, guarantee
 from reconbound.mechanisms.sampled_gaussian import fewest_batches
 
@@ -39,10 +60,22 @@ OPTIONS: Options = {
     ),
     "epsilon": (float, "Of the mechanism only this epsilon is known."),
     "rdp2": (float, "Only its order-2 Renyi divergence is known; see --adjacency."),
+    "mu": (float, "Only mu-Gaussian DP is known; see --adjacency."),
+    "rho": (float, "Only rho-zCDP is known; see --adjacency."),
+    "schedule": (
+        Path,
+        "JSON file with stretches of private SGD whose noise, clipping or rate differ: a list of "
+        '{"noise_multiplier": 1, "sample_rate": 0.01, "steps": 500}.',
+    ),
+    "opacus_state": (
+        Path,
+        "What Opacus recorded of its steps: a checkpoint of save_checkpoint, or the accountant's state_dict() as JSON "
+        "or by torch.save.",
+    ),
     "adjacency": (
         str,
-        "Neighbours of --epsilon or --rdp2: replace-one (assumed, with a note, when left out), or add/remove (as "
-        "Opacus and most libraries count; the safe choice).",
+        "Neighbours of --epsilon, --rdp2, --mu or --rho: replace-one (assumed, with a note, when left out), or "
+        "add/remove (as Opacus and most libraries count; the safe choice).",
     ),
     "delta": (float, "Delta at which epsilon is reported (1e-5), or that of --epsilon (0)."),
     "output_perturbation": (bool, "Noise on the minimiser of a linear model."),
@@ -62,10 +95,14 @@ OPTIONS: Options = {
 #: The mechanism of `reconbound bound` without options.
 DEFAULT = {"noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 1000}
 _KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # trigger -> needed, allowed
+    "output_perturbation": (("loss", "records", "l2", "noise_std"), ("data_norm", "target_bound", "intercept")),
     "noise_multiplier": (("noise_multiplier", "sample_rate", "steps"), ("clip", "sampler", "epochs")),
     "epsilon": (("epsilon",), ("adjacency",)),
     "rdp2": (("rdp2",), ("adjacency",)),
-    "output_perturbation": (("loss", "records", "l2", "noise_std"), ("data_norm", "target_bound", "intercept")),
+    "mu": (("mu",), ("adjacency",)),
+    "rho": (("rho",), ("adjacency",)),
+    "schedule": (("schedule",), ()),
+    "opacus_state": (("opacus_state",), ("clip", "sampler")),
 }
 #: The note where an epsilon was given without its delta.
 NO_DELTA = (
@@ -79,6 +116,11 @@ NO_SAMPLER = (
     "that shuffles (torch's DataLoader with shuffle=True) protects less: give --sampler shuffle, or --sampler fixed "
     "for uniform batches of one size."
 )
+#: The note beside every schedule from a file.
+NO_STRETCH_SAMPLER = (
+    'stretches without a "sampler" were counted with Poisson batches, and those without a "clip" with the smooth clip. '
+    "A loader that shuffles protects less."
+)
 
 
 def assumption_notes(given: dict[str, Any]) -> tuple[str, ...]:
@@ -91,8 +133,10 @@ def assumption_notes(given: dict[str, Any]) -> tuple[str, ...]:
     if "epsilon" in given and "delta" not in given:
         notes.append(NO_DELTA)
     sampled = "sampler" not in given and float(given.get("sample_rate", DEFAULT["sample_rate"])) < 1
-    if sampled and not {"epsilon", "rdp2", "output_perturbation"} & set(given):
+    if sampled and not {"epsilon", "rdp2", "mu", "rho", "schedule", "output_perturbation"} & set(given):
         notes.append(NO_SAMPLER)
+    if "schedule" in given:
+        notes.append(NO_STRETCH_SAMPLER)
     if given.get("sampler") == "shuffle" and "steps" in given and "sample_rate" in given:
         batches = fewest_batches(given["sample_rate"])
         epochs = math.ceil(given["steps"] / batches)
@@ -113,7 +157,7 @@ def make_mechanism(given: dict[str, Any], searched: str | None = None) -> Mechan
     chosen = {k: v for k, v in given.items() if k != "delta"}
     if not chosen:
         return SampledGaussian(**DEFAULT)  # type: ignore[arg-type]
-    kind: str = next((k for k in ("output_perturbation", "epsilon", "rdp2") if k in chosen), "noise_multiplier")
+    kind: str = next((k for k in _KINDS if k != "noise_multiplier" and k in chosen), "noise_multiplier")
     needed, allowed = _KINDS[kind]
     for name in chosen:
         if name not in (*needed, *allowed, kind):
@@ -124,15 +168,34 @@ def make_mechanism(given: dict[str, Any], searched: str | None = None) -> Mechan
         shuffled = chosen.get("sampler") == "shuffle"  # a record is in one batch of each epoch, whatever their size
         needed = tuple(name for name in needed if name != "steps" and not (shuffled and name == "sample_rate"))
     _check_needed(chosen, needed, kind, searched)
-    if kind == "epsilon":
-        return DP(chosen["epsilon"], given.get("delta", 0.0), chosen.get("adjacency"))
-    if kind == "rdp2":
-        return RenyiDP(number("rdp2", chosen["rdp2"], at_least=0.0), 2.0, chosen.get("adjacency"))
+    stated = _stated(kind, chosen, given.get("delta", 0.0))
+    if stated is not None:
+        return stated
     if kind == "output_perturbation":
         if chosen["loss"] == "squared" and "target_bound" not in chosen:
             raise typer.BadParameter("is missing: --loss squared needs it", param_hint="--target-bound")
         return OutputPerturbation(**{k: v for k, v in chosen.items() if k != kind})
     return _private_sgd(chosen)
+
+
+def _stated(kind: str, chosen: dict[str, Any], delta: float) -> Mechanism | None:
+    """Returns the mechanism of which only a statement or a file is given; None for other kinds."""
+    adjacency = chosen.get("adjacency")
+    if kind == "epsilon":
+        return DP(chosen["epsilon"], delta, adjacency)
+    if kind == "rdp2":
+        return RenyiDP(number("rdp2", chosen["rdp2"], at_least=0.0), 2.0, adjacency)
+    if kind == "mu":
+        return GDP(chosen["mu"], adjacency)
+    if kind == "rho":
+        return ZCDP(chosen["rho"], 0.0, adjacency)
+    with plain_errors():
+        if kind == "schedule":
+            return read_schedule(chosen["schedule"])
+        if kind == "opacus_state":
+            settings = {"clip": "hard", **{k: v for k, v in chosen.items() if k != kind}}
+            return read_opacus_state(chosen["opacus_state"], **settings)
+    return None
 
 
 def _check_needed(chosen: dict[str, Any], needed: tuple[str, ...], kind: str, searched: str | None) -> None:

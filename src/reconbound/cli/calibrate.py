@@ -27,7 +27,8 @@ _HELPS = {
     "adjacency": "Neighbours of --target-epsilon: replace-one (default), or add/remove (as Opacus counts).",
     "delta": "Delta at which epsilon is reported (1e-5).",
 }
-_HIDDEN = ("noise_multiplier", "epsilon", "rdp2", "noise_std")  # refused by name: --help leaves them out
+#: Refused by name: --help leaves them out.
+_HIDDEN = ("noise_multiplier", "epsilon", "rdp2", "mu", "rho", "schedule", "opacus_state", "noise_std")
 MECHANISM: Options = {
     name: (kind, _HELPS.get(name, text), {**dict(*more), "hidden": name in _HIDDEN})
     for name, (kind, text, *more) in OPTIONS.items()

@@ -10,7 +10,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from reconbound._internal.checks import DataError, DataShown, InputError, number, parse_number, rounded_up
+from reconbound._internal.checks import DataError, DataShown, InputError, number, parse_number
 from reconbound._internal.files import printable
 
 if TYPE_CHECKING:
@@ -75,8 +74,10 @@ def epochs_as_steps(epochs: Any, sample_rate: Any) -> int:
     >>> epochs_as_steps(10, 0.01), epochs_as_steps(1.1, 0.1), epochs_as_steps(10, 256 / 50000)
     (1000, 11, 1954)
     """
+    from reconbound.mechanisms.schedules import steps_of_epochs  # late: the command line starts at once
+
     rate = number("sample_rate", sample_rate, above=0.0, at_most=1.0)
-    return rounded_up(Fraction(number("epochs", epochs, above=0.0, at_most=1e15)) / Fraction(rate))
+    return steps_of_epochs(number("epochs", epochs, above=0.0, at_most=1e15), rate)
 
 
 # --- options that commands share -------------------------------------------------

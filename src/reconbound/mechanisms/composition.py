@@ -100,7 +100,7 @@ class Composition(Composed):
     >>> from reconbound.mechanisms import SampledGaussian
     >>> stretches = [SampledGaussian(1.0, 0.01, 500, clip="hard"), SampledGaussian(2.0, 0.01, 500, clip="hard")]
     >>> round(Composition(stretches).epsilon_at(1e-5, "add/remove"), 2)
-    1.07
+    1.4
     """
 
     mechanisms: tuple[Mechanism, ...]
