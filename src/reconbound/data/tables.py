@@ -20,7 +20,7 @@ MOST_CATEGORIES = 100
 ENOUGH = 50  # values of a column, from which on a few can be called outliers
 MOST_CLASS_NUMBERS = 20  # a target of at most so many different whole numbers is taken as classes
 MISSING = "(missing)"
-#: Widths of a range.
+#: Widths of a range for which floors in its unit, and their squares, are numbers.
 NARROWEST, WIDEST = 1e-100, 1e100
 
 
@@ -152,14 +152,9 @@ def _check_range(name: str, pair: Any) -> tuple[float, float]:
     low, high = number(f"the lowest {name}", low), number(f"the highest {name}", high)
     if not low < high:
         raise InputError("range", f"must run from a lower to a higher value of {name}", f"{low:g}:{high:g}")
-    if not _is_usable(low, high):
+    if not NARROWEST <= high - low <= WIDEST:
         raise InputError("range", f"must be {NARROWEST:g} to {WIDEST:g} wide, of {name}", f"{low:g}:{high:g}")
     return low, high
-
-
-def _is_usable(low: float, high: float) -> bool:
-    """Returns whether floors in the unit of a range, and their squares, are numbers."""
-    return NARROWEST <= high - low <= WIDEST
 
 
 def make_table(
@@ -246,7 +241,7 @@ def _number_feature(
     if low == high:
         notes.append(f"{name}: every value is {low:g}")
         low, high = low - max(0.5, abs(low) / 2), high + max(0.5, abs(high) / 2)
-    if not _is_usable(low, high):
+    if not NARROWEST <= high - low <= WIDEST:
         raise DataShown(f"{table}, column {name!r}: values from {low:g} to {high:g} span no usable range; give one")
     source = f"no range was given, so {_format_range(low, high)} was read off the data, which tells about its records"
     notes.append(f"{name}: {source}{_describe_outliers(known)}")

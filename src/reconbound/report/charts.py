@@ -25,8 +25,7 @@ SERIES = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, GREY)
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 #: Decades around the median that a chart of floors shows; what lies beyond is drawn at its edge.
 DECADES = 4.0
-#: Classes and columns in one chart.
-MOST_ROWS = 24
+MOST_ROWS = 24  #: classes and columns in one chart
 
 Figure = dict[str, Any]
 
@@ -77,8 +76,7 @@ def log_ticks(low: float, high: float, most: int = 6) -> tuple[list[float], list
     ends, room = (10.0**low, 10.0**high), (10.0**high - 10.0**low) / (most - 1)
     unit = 10.0 ** math.floor(math.log10(room))
     step = next(unit * m for m in (1, 2, 5, 10) if unit * m >= room)
-    first = math.ceil(ends[0] / step)
-    return _ticks([k * step for k in range(max(first, 1), math.floor(ends[1] / step) + 1)])
+    return _ticks([k * step for k in range(max(math.ceil(ends[0] / step), 1), math.floor(ends[1] / step) + 1)])
 
 
 def _ticks(values: Sequence[float]) -> tuple[list[float], list[str]]:

@@ -137,8 +137,7 @@ class PrivateSGD:
         self.worlds = None if worlds is None else check_worlds(worlds)
         removed = self.worlds is not None and settings.sampler == "poisson"
         self._has_ledger = settings.rules is not None or removed or bool(self.worlds)
-        features_kept = not (isinstance(diagonal, str) and diagonal == "none")
-        kept = Kept(features_kept, spectral, self.worlds or NO_WORLDS)
+        kept = Kept(not (isinstance(diagonal, str) and diagonal == "none"), spectral, self.worlds or NO_WORLDS)
         self.measurer = Measurer(model, loss_fn, (self.inputs, self.targets), settings, private, kept=kept, check=check)
         self.features = self.measurer.features
         self._ledger: FisherAccountant | None = None

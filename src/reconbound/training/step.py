@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from reconbound import fisher
 from reconbound._internal.checks import InputError
@@ -143,11 +143,9 @@ class Measurer:
 
     def rows(self, indices: Tensor) -> tuple[Any, Any]:
         """Returns inputs and targets of these records, on the model's device."""
-
-        def pick(t: Any) -> Any:
-            return t[indices.to(t.device)].to(self.device) if isinstance(t, Tensor) else t
-
-        return tree_map(pick, self.inputs), tree_map(pick, self.targets)
+        data = (self.inputs, self.targets)
+        own: tuple[Any, Any] = tree_map_only(Tensor, lambda t: t[indices.to(t.device)].to(self.device), data)
+        return own
 
     def some_losses(self) -> list[float] | None:
         """Returns the losses of eight records at the present parameters, as `record_losses` does."""
