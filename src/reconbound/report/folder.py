@@ -28,6 +28,7 @@ from torch import Tensor
 
 from reconbound._internal import files
 from reconbound._internal.checks import InputError, number, numbers, warn_user, whole
+from reconbound.report.checks import REMOVED, check_leakage
 from reconbound.report.formats import pixel_scale
 
 if TYPE_CHECKING:
@@ -37,11 +38,6 @@ FORMAT = 1
 RUN, LEAKAGE, CHECKPOINTS = "run.json", "leakage.safetensors", "checkpoints"
 REPORT, PUBLIC_REPORT = "report.html", "report-public.html"
 PLAN, MODEL = "plan.json", "model.safetensors"
-#: Facts of a leakage file that are numbers, and lists of them, where they are there.
-_NUMBERS = (
-    "accuracy_baseline", "confidence", "diagonal_measured", "diagonal_probes", "most", "target_offset", "target_scale",
-)  # fmt: skip
-_LISTS = ("mean_nats", "offset", "prior_variance", "private", "scale")
 #: Where the seed of a run is from that was not made up by the operating system.
 CHOSEN_SEED = "--seed: not for a release"
 #: Where the noise of a run is from that Opacus trained.
@@ -245,6 +241,11 @@ def read_audit(folder: str | os.PathLike[str]) -> tuple[Run, Leakage]:
     named = leakage.facts.get("run")
     if named is not None and named != run_digest(run):
         raise files.Unreadable(f"{Path(folder) / RUN} and {LEAKAGE} are of different audits, or one was changed")
+    removed = any(world["kind"] == REMOVED for world in leakage.facts.get("worlds") or ())
+    fits = len(leakage.measured) == run.data.get("records")
+    if not fits or (removed and run.mechanism.get("sampler") != "poisson"):
+        why = "records that are left out need Poisson batches" if fits else "they are of other numbers of records"
+        raise files.Unreadable(f"{Path(folder) / RUN} and {LEAKAGE} do not belong together: {why}")
     check_model(folder, leakage.facts.get("model"))
     return recomputed(run, folder), leakage
 
@@ -346,13 +347,7 @@ def read_leakage(folder: str | os.PathLike[str]) -> Leakage:
     if unknown or missing:
         raise files.Unreadable(f"{path} has other parts than a leakage file: {sorted(unknown | missing)}")
     try:
-        for name in (name for name in _NUMBERS if facts.get(name) is not None):
-            number(name, facts[name])
-        for name in ("copies", "category_entropy", "category_columns"):
-            if not isinstance(facts.get(name) or {}, Mapping):
-                raise InputError(name, "must be an object", facts[name])
-        for name in (name for name in _LISTS if facts.get(name) not in (None, [])):
-            numbers(name, facts[name])
+        check_leakage(tensors, facts)
     except InputError as reason:
         raise files.Unreadable(f"{path} is not a file of reconbound's ({reason})") from None
     return Leakage(**tensors, facts=facts)
