@@ -118,7 +118,7 @@ def test_differences_are_listed(people: Path, tmp_path: Path) -> None:
     assert found["warning"] in text
     assert "0 to 100 weeks" in text
     assert "0 to 100 years, read off the data" in text
-    named = other("named", {"name": "others", "records": 7})
+    named = other("named", {"name": "others"})
     found = comparison.comparison_facts([people, named])
     assert found["warning"] == "Compare with care: these audits differ in data set."
     assert found["headline"][0].startswith("The most exposed record is equally protected in all audits: an unbiased")
