@@ -136,6 +136,8 @@ FACTS: dict[str, tuple[Callable[..., Any], str]] = {
     "a negative variance": (put("prior_variance", [-1.0, 1.0]), "prior_variance[0] must be finite and at least 0"),
     "a variance too few": (put("prior_variance", [1.0]), "prior_variance must be 2 numbers"),
     "a single variance": (put("prior_variance", 1.0), "prior_variance must be 2 numbers"),
+    "a mean too few": (put("mean_nats", [0.1]), "mean_nats must be 4 numbers"),
+    "means of text": (put("mean_nats", "x"), "mean_nats must be an array of numbers"),
     "entropy": (put("category_entropy", {"job": -1.0}), "category_entropy.job must be at least 0"),
     "entropy of text": (put("category_entropy", {"job": "x"}), "category_entropy.job must be a number"),
     "columns": (put("category_columns", {"job": {"columns": [1], "names": []}}), "category_columns.job must have as"),
