@@ -56,9 +56,9 @@ def check_leakage(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> No
             raise InputError(name, "must be a list", facts[name])
     worlds, means = facts.get("worlds") or [], facts.get("mean_nats") or []
     _check_worlds(worlds)
+    _check_tensors(tensors, facts)
     if means and numbers("mean_nats", means).shape != (len(worlds),):
         raise InputError("mean_nats", f"must be {len(worlds)} numbers", means)
-    _check_tensors(tensors, facts)
     _check_priors(facts, tensors["guess"].numel())
 
 
