@@ -16,6 +16,7 @@ import pytest
 import sqlalchemy as sql
 
 import auditing
+import reconbound as rb
 import small_folders
 from injecting import ended
 from reconbound._internal.checks import InputError
@@ -239,6 +240,17 @@ def test_epsilon_comes_from_mechanism_not_run_json(base) -> None:
     with pytest.warns(UserWarning, match="which is reported"):
         computed = read_audit(folder)[0].guarantee["bounds"]
     assert [bound["rmse"] for bound in computed] == floors
+
+
+def test_the_headline_of_an_audit_is_not_that_of_a_changed_run(tmp_path) -> None:
+    people, options = auditing.people(), auditing.options(steps=4, runs=1)
+    right = rb.audit(people, out=tmp_path / "a", options=options)
+    assert list(right.headline) == list(read_run(right.folder).headline)
+    tamper(right.folder / "run.json", headline=["Nobody can learn anything."])
+    tensors, facts = unsealed(right.folder / "leakage.safetensors")
+    facts.pop("run")
+    (right.folder / "leakage.safetensors").write_bytes(sealed(tensors, facts))
+    assert rb.audit(people, out=tmp_path / "a", options=options).headline == right.headline
 
 
 def test_a_mechanism_that_was_changed_is_of_another_audit(base) -> None:

@@ -13,10 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+import reconbound as rb
 import small_folders
 from injecting import ended
+from reconbound._internal.checks import InputError
 from reconbound._internal.files import sealed, sealed_json, unsealed
 from reconbound.report.checks import MOST_WORLDS
+from wrong_values import ledger_with_worlds
 
 pytestmark = pytest.mark.slow
 
@@ -168,6 +171,18 @@ def test_a_run_that_does_not_fit_its_leakage_is_one_line(base, kind) -> None:
     make, said = RUNS[kind]
     change(base / "audit", make)
     refused(base / "audit", f"leakage.safetensors do not belong together: {said}" if "left" not in said else said)
+
+
+@pytest.mark.parametrize(("name", "value"), [("nats", math.nan), ("nats", -1.0), ("nats_times_all", -1)])
+def test_a_ledger_of_impossible_divergences_is_refused(name, value, tmp_path) -> None:
+    """NaN was a chance of NaN, and a negative count a record that was never measured."""
+    path = tmp_path / "ledger.safetensors"
+    ledger_with_worlds().save(path)
+    tensors, facts = unsealed(path)
+    tensors[name][0, 1] = value
+    path.write_bytes(sealed(tensors, facts))
+    with pytest.raises(InputError, match=f"path must be a ledger .*{name} must be finite and not negative"):
+        rb.FisherAccountant.load(path)
 
 
 @pytest.mark.parametrize("kind", ["audit", "category"])

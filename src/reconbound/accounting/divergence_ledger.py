@@ -228,6 +228,13 @@ class DivergenceLedger(Ledger):
             for values in (self.state["nats_times"], self.state["nats_last"], self.state["nats_weights"][0]):
                 values.zero_()
 
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Refuses tensors that do not fit, and divergences and counts that are no numbers or negative."""
+        super().check(tensors)
+        for name in (name for name in self.state if name in ("nats", "nats_times", "nats_times_all")):
+            if not bool((tensors[name].isfinite() & (tensors[name] >= 0)).all()):
+                raise InputError(name, "must be finite and not negative", float(tensors[name].min()))
+
     def restore(self, tensors: Mapping[str, Tensor], runs: int) -> None:
         """Restores the tensors and the number of finished runs; what was pending is dropped."""
         self._pending, self._pending_pairs = [], []

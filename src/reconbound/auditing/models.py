@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from reconbound import validate
 from reconbound._internal.checks import InputError, choice
 from reconbound._internal.rng import seeded
+from reconbound.auditing.made_up import made_up_records
 from reconbound.data import Dataset
 from reconbound.training.settings import reset_module
 
@@ -358,7 +359,9 @@ def start_afresh(dataset: Dataset, spec: str, model: nn.Module) -> None:
 
 
 def check_model(dataset: Dataset, spec: str) -> dict[str, str]:
-    """Checks on three records that a model can be trained and accounted for.
+    """Checks on three records that a model can be trained and accounted for, and on three that are made up.
+
+    What it returns is published, so it comes from the records that are made up.
 
     Args:
         dataset: the data of the audit.
@@ -372,17 +375,30 @@ def check_model(dataset: Dataset, spec: str) -> dict[str, str]:
     Raises:
         InputError: the factory is missing or raises, returns no module, or its model does not accept the records or
             returns too few numbers for them.
-        ModelError: as `reconbound.validate.check_clipping`.
+        ModelError: as `reconbound.validate.check_clipping`; or there are caveats only with the data's own records.
     """
     model = make_model(dataset, spec, seed=0)
-    inputs, targets = as_tensor(dataset.inputs[:3]), as_tensor(dataset.targets[:3])
+    own = _caveats(dataset, spec, model, dataset.inputs[:3], dataset.targets[:3])
+    caveats = _caveats(dataset, spec, model, *made_up_records(dataset, outputs_of(dataset)))
+    covered = {*caveats, *(["kinks"] if "derivative" in caveats else [])}  # no floors, and none to be unproved
+    for name in (name for name in own if name not in covered):
+        why = (
+            "what an audit publishes of a model must not depend on a record, and this shows on the data's records only"
+        )
+        raise validate.ModelError(f"{f'the model of {spec}: ' if ':' in spec else ''}{why}: {own[name]}")
+    return caveats
+
+
+def _caveats(dataset: Dataset, spec: str, model: nn.Module, inputs: np.ndarray, targets: np.ndarray) -> dict[str, str]:
+    """Returns the caveats of a model that these records show. Raises the errors of `check_model`."""
+    few = as_tensor(inputs), as_tensor(targets)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             validate.check_model(model)
-            _check_outputs(dataset, spec, model, inputs)
-            validate.check_clipping(model, make_loss(dataset), inputs, targets)
-            reason = _why_no_derivative(dataset, model, inputs, targets) if len(dataset.scale) else ""
+            _check_outputs(dataset, spec, model, few[0])
+            validate.check_clipping(model, make_loss(dataset), *few)
+            reason = _why_no_derivative(dataset, model, *few) if len(dataset.scale) else ""
         except validate.ModelError as error:
             raise validate.ModelError(f"the model of {spec}: {error}" if ":" in spec else str(error)) from error
     messages = [w.message for w in caught if isinstance(w.message, validate.ReconboundWarning)]

@@ -121,7 +121,11 @@ def audit(
     folder = Path(file_path("out", out)) if out is not None else Path(f"audit-{folder_name(dataset.name)}")
     if fresh or not finished(folder, dataset, chosen, publish_accuracy=publish_accuracy):
         folder = run_audit(dataset, chosen, folder, publish_accuracy=publish_accuracy, fresh=fresh)
-    headline = tuple(files.read_run(folder).headline)
+    from reconbound.report.headline import public_headline
+
+    headline = tuple(
+        public_headline(files.read_audit(folder)[0])
+    )  # not as run.json has it: somebody may have changed it
     return AuditResult(folder, folder / files.REPORT, folder / files.PUBLIC_REPORT, headline)
 
 
