@@ -171,12 +171,12 @@ def _difference(norm: Any, across: Any, q: float, xp: Any) -> Any:
     """Returns [k_q(‖a‖) − k_q(|α|)]/q with ‖a‖² − α² given: the difference of the table's values, or ∫ t k⊥(t) dt."""
     table = _on(q, norm)
     square = norm * norm
-    lower = xp.sqrt(xp.clip(square - across, 0.0, None))
-    plain = xp.clip(_kl(norm, table, xp) - _kl(lower, table, xp), 0.0, None)
+    ends = _kl(xp.stack([norm, xp.sqrt(xp.clip(square - across, 0.0, None))]), table, xp)
+    plain = xp.clip(ends[0] - ends[1], 0.0, None)
+    t = xp.stack([xp.sqrt(xp.clip(square - across * ((1 - x) / 2), 0.0, None)) for x in _GAUSS.tolist()])
     integral = 0 * norm
-    for x, weight in zip(_GAUSS.tolist(), _GAUSS_WEIGHTS.tolist(), strict=True):
-        t = xp.sqrt(xp.clip(square - across * ((1 - x) / 2), 0.0, None))
-        integral = integral + weight / 4 * _look_up(t, table, xp)[1]
+    for factor, weight in zip(_look_up(t, table, 1, xp), _GAUSS_WEIGHTS.tolist(), strict=True):
+        integral = integral + weight / 4 * factor
     return xp.where(across < 0.01 * square, integral * across, plain)
 
 
@@ -196,7 +196,7 @@ def _number(m: float, q: float) -> float:
 
 @lru_cache(maxsize=64)
 def _table(q: float) -> tuple[np.ndarray, float]:
-    """Returns coefficients (cells, degree + 1, 2) of ρ = 2k_q/(q m²) and of k⊥, and ρ's distance to 1 beyond them.
+    """Returns coefficients (2, degree + 1, cells) of ρ = 2k_q/(q m²) and of k⊥, and ρ's distance to 1 beyond them.
 
     On cell i, m = (i + (s + 1)/2)/16 and ρ is the polynomial in s through the Chebyshev nodes. k_q' = q m k⊥ gives
     k⊥ = ρ + mρ'/2, a polynomial of the same degree. Beyond the last cell k⊥ = 1 to 1e-13 and k_q grows by q m dm.
@@ -217,7 +217,7 @@ def _table(q: float) -> tuple[np.ndarray, float]:
     across[:, :-1] += slope * start_m  # (m/2) dρ/dm = (16 m) dρ/ds = (i + ½ + s/2) dρ/ds
     across[:, 1:] += slope / 2
     last = count / _CELLS_PER_UNIT
-    return np.stack([rho, across], axis=-1), float((1 - rho[-1].sum()) * last * last)
+    return np.ascontiguousarray(np.stack([rho.T, across.T])), float((1 - rho[-1].sum()) * last * last)
 
 
 _copies: dict[tuple[float, Any], Any] = {}
@@ -236,25 +236,24 @@ def _on(q: float, like: Any) -> tuple[Any, float]:
     return _copies[key], missing
 
 
-def _look_up(m: Any, table: tuple[Any, float], xp: Any) -> tuple[Any, Any]:
-    """Returns ρ and k⊥ at m."""
+def _look_up(m: Any, table: tuple[Any, float], kind: int, xp: Any) -> Any:
+    """Returns ρ (kind 0) or k⊥ (kind 1) at m."""
     cells, missing = table
-    last = cells.shape[0]
+    last = cells.shape[2]
     u = xp.clip(m * _CELLS_PER_UNIT, None, float(last))
     i = xp.clip(u.astype(np.int64) if xp is np else u.long(), None, last - 1)
-    s, c = 2 * (u - i) - 1, cells[i]
-    rho, across = c[..., _DEGREE, 0], c[..., _DEGREE, 1]
+    s, coefficients = 2 * (u - i) - 1, cells[kind][:, i]
+    value = coefficients[_DEGREE]
     for j in reversed(range(_DEGREE)):
-        rho, across = rho * s + c[..., j, 0], across * s + c[..., j, 1]
-    beyond = m * _CELLS_PER_UNIT > last
-    far = 1 - missing / xp.clip(m * m, 1.0, None)
-    return xp.where(beyond, far, rho), xp.where(beyond, 0 * m + 1.0, xp.clip(across, None, 1.0))
+        value = value * s + coefficients[j]
+    beyond = 1 - missing / xp.clip(m * m, 1.0, None) if kind == 0 else 0 * m + 1.0
+    return xp.where(m * _CELLS_PER_UNIT > last, beyond, value if kind == 0 else xp.clip(value, None, 1.0))
 
 
 def _kl(m: Any, table: tuple[Any, float], xp: Any) -> Any:
     """Returns k_q(m)/q."""
     finite = xp.clip(m, None, 1e150)
-    return xp.where(m < 1e150, _look_up(finite, table, xp)[0] * finite * finite / 2, m * m / 2)
+    return xp.where(m < 1e150, _look_up(finite, table, 0, xp) * finite * finite / 2, m * m / 2)
 
 
 # --- numbers, arrays and tensors -------------------------------------------------------------------------------------

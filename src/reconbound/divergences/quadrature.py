@@ -15,7 +15,7 @@ import numpy as np
 #: Gauss–Legendre on [−1, 1].
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(16)
 _REACH = 8.5  # tails beyond this many standard deviations hold less than 1e-15 of an integral
-_STEP, _PER_NORM = 0.4, 0.55  # the step is the smaller of the first, and the second over the larger norm
+_STEP, _PER_NORM = 0.55, 0.55  # the step is the smaller of the first, and the second over the larger norm
 _NODES = 16  # at a time, a power of 2: for a thousand pairs these stay in the processor's cache
 _SMALL_NORM = 15.0  # up to which e^(α(y − α/2)) does not overflow between the ends of the integral
 
