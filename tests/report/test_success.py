@@ -147,7 +147,13 @@ def test_average_floors_are_the_best_of_three(folder: Path) -> None:
     for j, name in enumerate(floors):
         assert less[name][0] == pytest.approx(floors[name][1] * np.exp(-min(nats[j + 1], kl)))
         assert told[name][0] == pytest.approx(floors[name][1] * np.exp(-kl))
-    assert Success(found.run, replace(large, facts=older)).average_floors() == told
+    for given in (
+        older,
+        {**older, "mean_nats": []},
+        {**older, "mean_nats": [[1e9] * 2] * 2},
+        {**older, "mean_nats": 1e9},
+    ):
+        assert Success(found.run, replace(large, facts=given)).average_floors() == told
 
 
 def test_average_floors_of_a_model_with_caveats_rest_on_divergences(folder: Path) -> None:

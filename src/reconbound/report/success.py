@@ -105,7 +105,7 @@ class Success:
         name = REMOVED if removed else world.name if world.name != REMOVED else f"column {world.name!r}"
         top = largest_divergence(self._account, removed=removed)
         nats = np.minimum(np.where(self.measured(world) > 0, found, np.inf), top)
-        means = self.leakage.facts.get("mean_nats") or ()
+        means = np.asarray(self.leakage.facts.get("mean_nats") or (), dtype=np.float64).ravel()
         mean = max(float(means[world.row]), 0.0) if world.row < len(means) else top  # older folders have none
         return WorldDivergences(self._account, name, nats, min(mean, top))
 
