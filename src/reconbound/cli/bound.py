@@ -6,7 +6,8 @@ torch is not imported here.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,9 +24,11 @@ from reconbound.cli.options import (
     plain_errors,
     print_json,
     ratio,
+    say,
     takes,
     terminal,
 )
+from reconbound.cli.risk import RISK, check_curve, find_risks, print_risks, risk_facts, write_curve
 from reconbound.mechanisms import (
     DP,
     GDP,
@@ -37,6 +40,7 @@ from reconbound.mechanisms import (
     read_opacus_state,
     read_schedule,
 )
+from reconbound.mechanisms.group import group_of
 from reconbound.mechanisms.guarantee import Guarantee, guarantee
 from reconbound.mechanisms.sampled_gaussian import fewest_batches
 
@@ -223,11 +227,12 @@ def _private_sgd(chosen: dict[str, Any]) -> SampledGaussian:
     return SampledGaussian(noise, chosen["sample_rate"], steps, clip, sampler)
 
 
-@takes(given=OPTIONS, space=SPACE)
+@takes(given=OPTIONS, space=SPACE, asked=RISK)
 def bound_command(
     *,
     given: dict[str, Any],
     space: dict[str, Any],
+    asked: dict[str, Any],
     baseline: Annotated[
         float | None, typer.Option(help="MSE of a plain guess on your data (default: guess the middle).")
     ] = None,
@@ -236,17 +241,26 @@ def bound_command(
     """Print what a mechanism guarantees against reconstruction, in the units of your data."""
     delta = given.get("delta")
     delta = 1e-5 if delta is None or (delta == 0 and "epsilon" in given) else delta
-    mechanism = make_mechanism(given)
+    if "curve" in asked:
+        check_curve(asked["curve"])
+    mechanism = group_of(make_mechanism(given), asked.get("group", 1))
     found = guarantee(mechanism, delta=delta, baseline=baseline, **space)
+    known = find_risks(mechanism, asked)
     notes = (*assumption_notes(given), *found.notes)
+    if "curve" in asked:
+        write_curve(asked["curve"], known, mechanism)
     if as_json:
-        print_json({**found.to_dict(), "notes": notes})
-    else:
-        print_guarantee(found, default=not given, notes=notes)
+        print_json({**found.to_dict(), "risks": risk_facts(known), "notes": notes})
+        return
+    print_guarantee(found, default=not given, notes=notes, print_table=partial(print_risks, known, asked))
+    if "curve" in asked:
+        say(asked["curve"])
 
 
-def print_guarantee(found: Guarantee, *, default: bool, notes: Sequence[str]) -> None:
-    """Prints the guarantee: in short, the floors as a table, chances and ε, and what they assume."""
+def print_guarantee(
+    found: Guarantee, *, default: bool, notes: Sequence[str], print_table: Callable[[Any], None]
+) -> None:
+    """Prints the guarantee: in short, the floors and the risks as tables, chances and ε, and what they assume."""
     console = terminal()
     unit = f" {found.bounds[0].units}" if found.bounds[0].units else ""
     if default:
@@ -255,6 +269,7 @@ def print_guarantee(found: Guarantee, *, default: bool, notes: Sequence[str]) ->
     console.print(str(found.mechanism), style="bold")
     console.print(f"{found.box}.")
     _print_floors(found, unit, console)
+    print_table(console)
     for note in notes:
         console.print(f"Note: {note}")
     guess = found.bounds[0].guess

@@ -56,7 +56,7 @@ class Calibration:
         return f"{caveat}{self.mechanism.noise_field} {noise}: {self.bound}\n{sentence}"
 
 
-def _with_noise(mechanism: Noisy, noise: float) -> Noisy:
+def with_noise(mechanism: Noisy, noise: float) -> Noisy:
     """Returns the mechanism with this noise; refuses one that has no noise."""
     if not isinstance(mechanism, (SampledGaussian, OutputPerturbation)):
         raise InputError("mechanism", "must have noise to calibrate: private SGD or output perturbation", mechanism)
@@ -99,7 +99,7 @@ def calibrate(
     target = number("target_mse", target_mse, above=0.0)
 
     def at(noise: float) -> Bound:
-        tried = _with_noise(mechanism, noise)
+        tried = with_noise(mechanism, noise)
         found = floor(bound, tried, dim=dim, low=low, high=high, radius=radius, units=units)
         assert found is not None  # both mechanisms have every floor
         return found
@@ -109,7 +109,7 @@ def calibrate(
 
     def quick(noise: float) -> float:
         """Returns the floor without loss distributions, which rises with the noise."""
-        return float(floor_on(bound, _with_noise(mechanism, noise), space, quick=True).value)  # type: ignore[union-attr]
+        return float(floor_on(bound, with_noise(mechanism, noise), space, quick=True).value)  # type: ignore[union-attr]
 
     highest = quick(LARGEST_NOISE)
     if target >= highest:
@@ -117,7 +117,7 @@ def calibrate(
     if quick(SMALLEST_NOISE) >= target:
         undrawn = bound in ("lecam", "rate_distortion") and isinstance(mechanism, SampledGaussian)
         never = mechanism.never_drawn if undrawn else None
-        least = _with_noise(mechanism, SMALLEST_NOISE)
+        least = with_noise(mechanism, SMALLEST_NOISE)
         return Calibration(least, SMALLEST_NOISE, target, at(SMALLEST_NOISE), never)
     small, large = math.log(SMALLEST_NOISE), math.log(LARGEST_NOISE)
     while large - small > 1e-7:
@@ -128,7 +128,7 @@ def calibrate(
         noise, step = min(round_to(noise * (1 + step), 7, "up"), LARGEST_NOISE), 2 * step
     if bound == "rate_distortion" and isinstance(mechanism, SampledGaussian):
         noise = _less_noise(at, noise, target)
-    return Calibration(_with_noise(mechanism, noise), noise, target, at(noise))
+    return Calibration(with_noise(mechanism, noise), noise, target, at(noise))
 
 
 def _less_noise(at: Callable[[float], Bound], noise: float, target: float) -> float:
@@ -164,13 +164,13 @@ def calibrate_epsilon(
     """
     target = number("target_epsilon", target_epsilon, at_least=1e-3, at_most=1e6)
     d = number("delta", delta, above=0.0, below=1.0)
-    _with_noise(mechanism, 1.0)  # refuses a mechanism without noise
+    with_noise(mechanism, 1.0)  # refuses a mechanism without noise
     if mechanism.epsilon_at(d, choice("adjacency", adjacency, ADJACENCIES)) is None:
         raise InputError("adjacency", "must be replace-one: for this mechanism no other epsilon is known", adjacency)
 
     def excess(log_noise: float) -> float:
         """Returns ln ε − ln target, which falls with the noise and is nearly a line in its logarithm."""
-        found = _with_noise(mechanism, math.exp(log_noise)).epsilon_at(d, adjacency)
+        found = with_noise(mechanism, math.exp(log_noise)).epsilon_at(d, adjacency)
         return math.log(max(1e300 if found is None else found, 1e-300) / target)
 
     # the loss distributions of sampled steps leave five digits; one Gaussian release has an exact curve
@@ -188,4 +188,4 @@ def calibrate_epsilon(
     noise = round_to(math.exp(root + accuracy), digits, "up")
     while excess(math.log(noise)) > 0:  # where ε goes up and down in its last digits: a little more noise
         noise = round_to(noise * (1 + accuracy), digits, "up")
-    return _with_noise(mechanism, noise)
+    return with_noise(mechanism, noise)
