@@ -62,8 +62,13 @@ def test_calibrate_output_perturbation(answer):
         12665,
         "--l2",
         0.01,
+        "--bound",
+        "theorem1",
     )
-    assert found["noise_std"] == calibrate(OutputPerturbation(12665, 0.01, 1.0), 0.1, low=-1, high=1).noise
+    assert (
+        found["noise_std"]
+        == calibrate(OutputPerturbation(12665, 0.01, 1.0), 0.1, bound="theorem1", low=-1, high=1).noise
+    )
     assert "noise_multiplier" not in found
 
 
@@ -81,16 +86,16 @@ def test_calibrate_names_conditions_and_other_floors(run, answer):
         assert ("on some conceivable record of the box, not on each" in reported[1]) == (
             name in ("lecam", "rate_distortion")
         )
-        assert reported[4].startswith(
+        assert reported[5].startswith(
             f"{name} binds {'any' if name in ('lecam', 'rate_distortion') else 'unbiased'} att"
         )
-        others = {line.split()[0]: float(line.split()[-1]) for line in reported[5:8]}
+        others = {line.split()[0]: float(line.split()[-1]) for line in reported[6:9]}
         assert set(others) == {"theorem1", "corners", "lecam", "rate_distortion"} - {name}
         for other, noise in others.items():
             found = answer("calibrate", *options, "--bound", other)["noise_multiplier"]
             assert noise == pytest.approx(found, rel=1e-3)
-        assert reported[8].endswith("Records lie in [0, 120] years.")
-    beyond = run("calibrate", "--target-error", 0.6, "--sample-rate", 0.1, "--steps", 10)[1]
+        assert reported[9].endswith("Records lie in [0, 120] years.")
+    beyond = run("calibrate", "--target-error", 0.6, "--bound", "theorem1", "--sample-rate", 0.1, "--steps", 10)[1]
     assert "lecam (any attacker, on some record of the box): no noise is enough" in beyond
 
 
@@ -146,7 +151,7 @@ def test_ball_is_not_called_a_box(run, answer, bound, ends, place):
 def test_unreachable_target_in_a_ball_names_its_radius(run):
     """The box inside the ball goes to 0.2236, and records of one coordinate other than 0 go to 1."""
     for ends, most in (((), "0.447214"), (("--low", 0, "--high", 1), "0.447214")):
-        check = run("calibrate", "--target-error", 3, *BALL, *ends)[2]
+        check = run("calibrate", "--target-error", 3, "--bound", "theorem1", *BALL, *ends)[2]
         assert f"must be at most {most}" in check
         assert "the ball of radius 1 around 0" in check
         for bound, highest in (("lecam", ("0.223607", "0.111803")), ("rate_distortion", ("0.223607", "0.111803"))):
@@ -154,6 +159,6 @@ def test_unreachable_target_in_a_ball_names_its_radius(run):
             assert f"must be below {highest[bool(ends)]}" in beyond
             assert "the ball of radius 1 around 0" in beyond
             assert "on data from" not in beyond
-    beside = run("calibrate", "--target-error", 0.15, *BALL, "--low", 0, "--high", 1)[1]
+    beside = run("calibrate", "--target-error", 0.15, "--bound", "theorem1", *BALL, "--low", 0, "--high", 1)[1]
     assert "lecam (any attacker, on some record of the range within the ball): no noise is enough, it ends at" in beside
     assert "±0.112 at most" not in beside  # a guess of 0 errs by ±0.223 at worst

@@ -243,7 +243,7 @@ def test_file_without_column_names_suggests_header(options, tmp_path) -> None:
 
 
 def test_calibrate_json_matches_the_text(capsys) -> None:
-    command = ["calibrate", "--target-error", "0.2", *SGD[2:]]
+    command = ["calibrate", "--target-error", "0.2", "--bound", "theorem1", *SGD[2:]]
     assert run(command) == 0
     text = capsys.readouterr().out
     assert run([*command, "--json"]) == 0
@@ -257,7 +257,7 @@ def test_calibrate_json_matches_the_text(capsys) -> None:
 
 
 def test_calibrate_json_has_unreachable_floors(capsys) -> None:
-    assert run(["calibrate", "--target-error", "0.9", *SGD[2:], "--json"]) == 0
+    assert run(["calibrate", "--target-error", "0.9", "--bound", "theorem1", *SGD[2:], "--json"]) == 0
     other = json.loads(capsys.readouterr().out)["other_bounds"]["lecam"]
     assert other["noise_multiplier"] is None
     assert other["highest_mse"] == pytest.approx(0.25)
@@ -265,7 +265,7 @@ def test_calibrate_json_has_unreachable_floors(capsys) -> None:
 
 def test_calibrate_json_has_targets_met_without_noise(capsys) -> None:
     """A record is never drawn with chance 0.99¹⁰⁰: so much any attacker errs without noise."""
-    command = ["calibrate", "--target-mse", "1e-9", "--sample-rate", "0.01", "--steps", "100"]
+    command = ["calibrate", "--target-mse", "1e-9", "--bound", "theorem1", "--sample-rate", "0.01", "--steps", "100"]
     assert run([*command, "--json"]) == 0
     other = json.loads(capsys.readouterr().out)["other_bounds"]["lecam"]
     assert other == {"noise_multiplier": None, "met_without_noise": True}

@@ -71,9 +71,9 @@ def test_closed_forms():
     """One unsampled release: theorem 1 at 4m² = ε₂ with 1/(4(e^ε₂ − 1)) = target."""
     for target in (1e-3, 0.1, 10.0):
         epsilon = math.log1p(1 / (4 * target))
-        sgd = calibrate(SampledGaussian(1.0, clip="hard"), target)
+        sgd = calibrate(SampledGaussian(1.0, clip="hard"), target, bound="theorem1")
         assert sgd.noise == pytest.approx(2 / math.sqrt(epsilon), rel=2e-6)
-        out = calibrate(OutputPerturbation(100, 0.1, 1.0), target, radius=math.inf)
+        out = calibrate(OutputPerturbation(100, 0.1, 1.0), target, bound="theorem1", radius=math.inf)
         assert out.noise == pytest.approx(2 / (10 * math.sqrt(epsilon)), rel=2e-6)
 
 
@@ -126,7 +126,7 @@ def test_target_met_without_noise_is_reported():
 
 def test_targets_beyond_every_noise_are_refused():
     with pytest.raises(InputError, match="which no noise lifts theorem1 above"):
-        calibrate(SampledGaussian(1.0), 1e30)
+        calibrate(SampledGaussian(1.0), 1e30, bound="theorem1")
 
 
 @pytest.mark.parametrize("target", [0.0, -1.0, math.nan, math.inf, "much"])

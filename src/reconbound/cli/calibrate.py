@@ -1,8 +1,9 @@
-"""reconbound calibrate: the smallest noise for a floor, or for an epsilon. torch is not imported here."""
+"""reconbound calibrate: the smallest noise for a floor, an epsilon or a risk. torch is not imported here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -12,9 +13,12 @@ from reconbound._internal.formatting import format_floor, format_limit, format_n
 from reconbound.bounds.bound import NOT_PROVED
 from reconbound.bounds.data_space import DataSpace, data_space
 from reconbound.cli.bound import OPTIONS, SPACE, assumption_notes, format_epsilons, make_mechanism
-from reconbound.cli.options import Options, option, print_json, takes
-from reconbound.mechanisms import ADJACENCIES, OutputPerturbation, SampledGaussian
+from reconbound.cli.options import Options, count, option, print_json, ratio, takes, terminal
+from reconbound.cli.risk import find_risks, print_risks, risk_facts
+from reconbound.mechanisms import ADD_REMOVE, ADJACENCIES, OutputPerturbation, SampledGaussian
 from reconbound.mechanisms.calibrate import Calibration, OutOfReach, calibrate, calibrate_epsilon
+from reconbound.mechanisms.calibrate_risk import RiskTarget, calibrate_risk
+from reconbound.mechanisms.group import group_of
 from reconbound.mechanisms.guarantee import FLOORS, floor
 
 ADVICE = (
@@ -24,7 +28,8 @@ ADVICE = (
 
 
 _HELPS = {
-    "adjacency": "Neighbours of --target-epsilon: replace-one (default), or add/remove (as Opacus counts).",
+    "adjacency": "Neighbours of --target-epsilon and of risks: replace-one (default; --target-success: without the "
+    "record), or add/remove (as Opacus counts).",
     "delta": "Delta at which epsilon is reported (1e-5).",
 }
 #: Refused by name: --help leaves them out.
@@ -37,7 +42,20 @@ TARGETS: Options = {
     "target_mse": (float, "Squared error per coordinate that must be kept."),
     "target_error": (float, "The same as an error in data units: the root of --target-mse."),
     "target_epsilon": (float, "In place of a floor: the epsilon to reach, at --delta and --adjacency."),
+    "target_advantage": (float, "For any attacker: the largest advantage of a membership test."),
+    "target_tpr": (float, "For any attacker: the largest true-positive rate of a membership test, at --fpr."),
+    "target_success": (float, "For any attacker: the largest chance to rebuild a record that a blind guess rebuilds "
+                       "with the chance --baseline."),
+    "target_mu": (float, "For any attacker: mu of Gaussian differential privacy."),
+}  # fmt: skip
+#: What risks are at or for.
+LIMITS: Options = {
+    "fpr": (ratio, "False-positive rate of --target-tpr."),
+    "baseline": (ratio, "Chance of a blind guess, for --target-success: 0.1, or 1/50257 for a token."),
+    "group": (count, "Rows of one person (1): the risk is for all of them together."),
 }
+#: What each target of a risk is at.
+AT = {"target_advantage": "", "target_tpr": "fpr", "target_success": "baseline", "target_mu": ""}
 
 
 @dataclass(frozen=True)
@@ -66,36 +84,40 @@ class Request:
             "notes": [*self.notes, *mechanism.notes(), *self.data.notes()],
         }
 
-    def privacy(self, mechanism: SampledGaussian | OutputPerturbation) -> dict[str, Any]:
-        """Returns the noise and what else it means, for JSON."""
-        replace_one, add_remove = (mechanism.epsilon_at(self.delta, adjacency) for adjacency in ADJACENCIES)
-        protection = mechanism.protection(self.delta)
+    def privacy(self, mechanism: SampledGaussian | OutputPerturbation, group: int = 1) -> dict[str, Any]:
+        """Returns the noise and what else it means, for JSON, for this number of rows of one person."""
+        together = group_of(mechanism, group)
+        replace_one, add_remove = (together.epsilon_at(self.delta, adjacency) for adjacency in ADJACENCIES)
+        protection = together.protection(self.delta)
         return {
             mechanism.noise_field: getattr(mechanism, mechanism.noise_field),
             "epsilon": replace_one,
             "epsilon_add_remove": add_remove,
             "success_at_1_percent": protection.success,
             "meaningful": protection.meaningful,
+            "membership_advantage": together.membership_advantage(),
         }
 
 
-@takes(targets=TARGETS, given=MECHANISM, space=SPACE)
+@takes(targets=TARGETS, limits=LIMITS, given=MECHANISM, space=SPACE)
 def calibrate_command(
     *,
     targets: dict[str, Any],
+    limits: dict[str, Any],
     bound: Annotated[
         str,
         typer.Option(
             help=f"The floor that must keep it: {', '.join(FLOORS)}. theorem1 (unbiased attackers) and lecam (any) "
             "keep it in each coordinate, corners and rate_distortion on average over them."
         ),
-    ] = "theorem1",
+    ] = "lecam",
     given: dict[str, Any],
     space: dict[str, Any],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
-    """Find the smallest noise with which a floor, or epsilon, meets a target."""
+    """Find the smallest noise with which a floor, epsilon or a risk meets a target."""
     _check_targets(given, list(targets))
+    _check_limits(next(iter(targets)), limits)
     adjacency = given.pop("adjacency", None)
     noise = "noise_std" if given.get("output_perturbation") else "noise_multiplier"
     if noise in given:
@@ -104,6 +126,13 @@ def calibrate_command(
     assert isinstance(mechanism, (SampledGaussian, OutputPerturbation))
     data = data_space(space.get("dim", 1), space.get("low"), space.get("high"), mechanism.radius)
     request = Request(given.get("delta", 1e-5), space, data, assumption_notes(given))
+    name, limit = next(iter(targets.items()))
+    if name in AT:
+        if name == "target_success" and mechanism.trade_off(ADD_REMOVE) is not None:
+            adjacency = adjacency or ADD_REMOVE  # blind is who sees a release without the record
+        target = RiskTarget(name.removeprefix("target_"), limit, limits.get(AT[name]), adjacency)
+        _print_risk(mechanism, target, limits.get("group", 1), partial(floor, bound, **space), request, as_json)
+        return
     if "target_epsilon" in targets:
         target_epsilon = targets["target_epsilon"]
         which = adjacency or ADJACENCIES[0]
@@ -134,11 +163,51 @@ def _check_targets(given: dict[str, Any], asked: list[str]) -> None:
         if name in given:
             raise InputError(name, f"has no noise to calibrate: {advice}", given[name])
     if not asked:
-        raise typer.BadParameter("is missing (or --target-error, or --target-epsilon)", param_hint="--target-mse")
+        others = ", ".join(option(name) for name in TARGETS if name != "target_mse")
+        raise typer.BadParameter(f"is missing (or one of {others})", param_hint="--target-mse")
     if len(asked) > 1:
         raise typer.BadParameter(f"does not go with {option(asked[0])}", param_hint=option(asked[1]))
-    if "adjacency" in given and asked != ["target_epsilon"]:
-        raise typer.BadParameter("goes with --target-epsilon only", param_hint="--adjacency")
+    if "adjacency" in given and asked[0] not in ("target_epsilon", *AT):
+        raise typer.BadParameter("goes with --target-epsilon and with risks only", param_hint="--adjacency")
+
+
+def _check_limits(target: str, limits: dict[str, Any]) -> None:
+    """Refuses what a target is not at, and a missing rate or chance."""
+    for name in limits:
+        goes_with = list(AT) if name == "group" else [asked for asked, at in AT.items() if at == name]
+        if target not in goes_with:
+            which = ", ".join(option(one) for one in goes_with)
+            raise typer.BadParameter(f"goes with {which} only", param_hint=option(name))
+    needed = AT.get(target)
+    if needed and needed not in limits:
+        raise typer.BadParameter(f"is missing: {option(target)} needs it", param_hint=option(needed))
+
+
+def _print_risk(mechanism: Any, target: RiskTarget, group: int, bound: Any, request: Request, as_json: bool) -> None:
+    """Prints the noise for a risk and all that it means, or JSON.
+
+    Args:
+        mechanism: the mechanism without its noise.
+        target: the risk.
+        group: the number of rows of one person.
+        bound: a function that returns the floor of a mechanism.
+        request: the other options.
+        as_json: whether to print JSON.
+    """
+    reached = calibrate_risk(mechanism, target, group=group)
+    together = group_of(reached, group)
+    found = find_risks(together, {"fpr": target.at} if target.measure == "tpr" else {})
+    own = bound(reached)
+    if as_json:
+        asked = {"measure": target.measure, "limit": target.limit, "at": target.at, "adjacency": target.neighbours}
+        facts = {"target": asked, "group": group, **request.privacy(reached, group), **request.facts(reached)}
+        print_json({**facts, "risks": risk_facts(found), "bound": own.to_dict()})
+        return
+    noise = format_noise(getattr(reached, reached.noise_field), 5)
+    rows = f", for {group:,} rows of one person" if group > 1 else ""
+    _print_mechanism(reached, f"{target}, for any attacker{rows}: {noise}", own, request, group)
+    print_risks(found, {"fpr": target.at} if target.measure == "tpr" else {}, terminal())
+    _print_notes(reached, request)
 
 
 def _calibrate_floor(
@@ -228,18 +297,31 @@ def _print_calibration(found: Calibration, request: Request) -> None:
     _print_notes(found.mechanism, request)
 
 
-def _print_mechanism(mechanism: SampledGaussian | OutputPerturbation, what: str, bound: Any, request: Request) -> None:
-    """Prints the noise that was found, with the floor, ε and the chance to rebuild a record."""
-    protection = mechanism.protection(request.delta)
+def _print_mechanism(
+    mechanism: SampledGaussian | OutputPerturbation, what: str, bound: Any, request: Request, group: int = 1
+) -> None:
+    """Prints the noise that was found, with the floor, ε, the advantage of a test and the chance to rebuild a record.
+
+    Args:
+        mechanism: with that noise.
+        what: the target that it meets.
+        bound: the floor, for one row.
+        request: the other options.
+        group: the number of rows of one person, for all but the floor.
+    """
+    together = group_of(mechanism, group)
+    protection = together.protection(request.delta)
     if protection.warning():
         print(protection.warning())
     name = {"noise_multiplier": "noise multiplier", "noise_std": "noise standard deviation"}[mechanism.noise_field]
     print(f"The smallest {name} with {what}")
     print(bound)
-    replace_one, add_remove = (mechanism.epsilon_at(request.delta, adjacency) for adjacency in ADJACENCIES)
+    replace_one, add_remove = (together.epsilon_at(request.delta, adjacency) for adjacency in ADJACENCIES)
     line = format_epsilons(mechanism, replace_one, add_remove, request.delta)
     if line:
         print(line)
+    advantage = format_percent(together.membership_advantage())
+    print(f"No test tells two candidate records apart with an advantage above {advantage} (replace-one).")
     print(protection.sentence())
 
 

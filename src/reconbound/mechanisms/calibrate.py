@@ -68,7 +68,7 @@ def calibrate(
     mechanism: SampledGaussian | OutputPerturbation,
     target_mse: float,
     *,
-    bound: str = "theorem1",
+    bound: str = "lecam",
     dim: int = 1,
     low: float | None = None,
     high: float | None = None,
@@ -80,7 +80,8 @@ def calibrate(
     Args:
         mechanism: a SampledGaussian or OutputPerturbation; its own noise is ignored.
         target_mse: the squared error per coordinate that attackers must not undercut, in squared data units.
-        bound: the floor that must meet it, by name. theorem1_paper is not proved: the noise is for comparison only, and
+        bound: the floor that must meet it, by name. lecam and rate_distortion bind any attacker, theorem1 and corners
+            unbiased ones only. theorem1_paper is not proved: the noise is for comparison only, and
             the result says so first.
         dim: the number of private coordinates of a record.
         low: smallest value of a coordinate, as in `reconbound.floor`.
