@@ -144,6 +144,8 @@ def test_tables_fit_80_columns(run, options):
     assert max(len(line) for line in table.splitlines()) <= 80
     assert "…" not in table
     assert all(line[-1] in "┓┃┩│┘" for line in table.splitlines() if line[0] in "┏┃┡│└")
+    table, risks = table.partition("The most that any attacker")[::2]
+    assert "advantage of a test" in risks
     rows = [line for line in table.splitlines() if line.startswith("│")]
     found = [cells[1].strip() for cells in (row.split("│") for row in rows) if cells[1].strip()]
     assert found == NAMES
