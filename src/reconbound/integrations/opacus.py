@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 try:
-    import opacus  # noqa: F401
+    from opacus.optimizers import DPPerLayerOptimizer
 except ImportError as missing:
     raise ImportError("reconbound.integrations.opacus needs Opacus: pip install opacus") from missing
 
 from reconbound._internal.checks import InputError, number, warn_user
-from reconbound._internal.rng import derive, new_seed, random_states_kept
+from reconbound._internal.rng import checked_seed, derive, new_seed, random_states_kept
 from reconbound.accounting.accountant import FisherAccountant
 from reconbound.accounting.spec import Account
 from reconbound.bounds import Bound
@@ -36,9 +36,11 @@ from reconbound.data import Dataset
 from reconbound.fisher.worlds import REMOVED
 from reconbound.integrations.clipped_norms import ClippedNorms, check_optimizer, clip_norm
 from reconbound.integrations.loaders import check_collate, drawn_rate, forget_batches, poisson_sampler, record_batches
+from reconbound.integrations.measuring import BlockMeasurer, Measuring
 from reconbound.integrations.reports import describe_parameters, records_of, write_report
 from reconbound.mechanisms.base import ADD_REMOVE
 from reconbound.validate.model import ReconboundWarning
+from reconbound.validate.private import as_private
 
 PADDED = (
     "batches are padded to the longest record: the ledger holds only where padding changes nothing of a record's loss, "
@@ -46,7 +48,7 @@ PADDED = (
 )
 
 
-def watch(optimizer: Any, data_loader: Any, loss_fn: Any) -> OpacusLedger:
+def watch(optimizer: Any, data_loader: Any, loss_fn: Any, *, measure: Measuring | None = None) -> OpacusLedger:
     """Begins a ledger of a training with Opacus; the training itself stays as it is.
 
     Call it after make_private or make_private_with_epsilon and before the first step. It reads the clipped norms that
@@ -57,6 +59,8 @@ def watch(optimizer: Any, data_loader: Any, loss_fn: Any) -> OpacusLedger:
         optimizer: the optimizer that make_private returned; flat or per-layer clipping, or ghost clipping.
         data_loader: the loader that make_private returned, with Poisson batches. BatchMemoryManager may stand between.
         loss_fn: the criterion of the training; with ghost clipping the one that make_private returned.
+        measure: what else is measured: worlds with a public value in place of a part of each record, and Fisher
+            information. None: nothing.
 
     Returns:
         The ledger, which grows with each step.
@@ -76,7 +80,15 @@ def watch(optimizer: Any, data_loader: Any, loss_fn: Any) -> OpacusLedger:
         raise InputError("optimizer", "must have parameters, all on one device", [str(d) for d in devices])
     sampler = poisson_sampler(data_loader)
     check_accounted(optimizer, drawn_rate(sampler))
-    ledger = OpacusLedger(optimizer, data_loader, sampler, loss_fn)
+    blocks = None
+    if measure is not None:
+        if not isinstance(measure, Measuring):
+            raise InputError("measure", "must be a Measuring(model, epochs, ...)", f"a {type(measure).__name__}")
+        if isinstance(optimizer, DPPerLayerOptimizer):
+            why = "must be None with per-layer clipping: the whole gradient's clip is measured"
+            raise InputError("measure", why, type(optimizer).__name__)
+        blocks = BlockMeasurer(measure, loss_fn, optimizer, data_loader, drawn_rate(sampler))
+    ledger = OpacusLedger(optimizer, data_loader, sampler, loss_fn, blocks)
     if PADDED in ledger.statements:
         warn_user(PADDED, ReconboundWarning)
     return ledger
@@ -97,27 +109,28 @@ class OpacusLedger:
     loss and a model that treat each record separately.
     """
 
-    def __init__(self, optimizer: Any, loader: Any, sampler: Any, criterion: Any) -> None:
-        self.steps, self.finished = 0, False
+    def __init__(
+        self, optimizer: Any, loader: Any, sampler: Any, criterion: Any, blocks: BlockMeasurer | None = None
+    ) -> None:
+        self.steps, self.finished, self._blocks = 0, False, blocks
         self._optimizer, self._loader, self._sampler = optimizer, loader, sampler
         device = next(iter(optimizer.params)).device
-        self._ledger = FisherAccountant(
-            Account(
-                float(optimizer.noise_multiplier),
-                clip_norm(optimizer),
-                drawn_rate(sampler),
-                clip="hard",
-                rules=None,
-                records=sampler.num_samples,
-                features=features_of(loader),
-                steps=1,
-            ),
-            device=device if device.type == "cuda" else "cpu",
+        informed = blocks is not None and blocks.options.information
+        account = Account(
+            float(optimizer.noise_multiplier),
+            clip_norm(optimizer),
+            drawn_rate(sampler),
+            clip="hard",
+            rules=() if informed else None,
+            records=sampler.num_samples,
+            features=features_of(loader) if blocks is None else blocks.measurer.features,
+            steps=1,
         )
-        self._ledger.divergences.from_batches = True
+        self._ledger = self._empty(account, device if device.type == "cuda" else torch.device("cpu"))
         self._ledger.begin_run(derive(new_seed(), "fingerprint").to_bytes(32, "little")[:16].hex())
         padded = (PADDED,) if check_collate(loader) else ()
-        self._ledger.caveats = (*describe_training(optimizer, self._ledger.account), *padded)
+        self._statements = (*describe_training(optimizer, account), *padded)
+        self._ledger.caveats = (*(blocks.measurer.caveats if blocks is not None else ()), *self._statements)
         self._batches = record_batches(sampler)  # from here on nothing is refused
         self._norms = ClippedNorms(optimizer, criterion)
         self._add_noise = optimizer.add_noise
@@ -141,6 +154,9 @@ class OpacusLedger:
         if len(bad):
             why = "must be finite: otherwise the sum is not, which shows who took part; of record "
             raise InputError("gradient", f"{why}{int(records[int(bad[0])])}", "a norm that is not")
+        if self._blocks is not None:
+            self._blocks.compare(records, norms)
+            self._blocks.add_to(self._ledger, self.steps, bound)
         if len(norms):  # over the noise, as if the clip norm had stayed what it was
             self._ledger.divergences.add_norms(records, norms * (account.max_grad_norm / bound), 1.0)
         self.steps += 1
@@ -169,9 +185,18 @@ class OpacusLedger:
     def _counted(self) -> FisherAccountant:
         """Returns a copy of the ledger whose account has the number of steps so far."""
         account = replace(self._ledger.account, steps=max(1, self.steps))
-        found = FisherAccountant(account, device=self._ledger.device)
+        found = self._empty(account, self._ledger.device)
         found.restore(self._ledger.state(), self._ledger.runs)
-        found.divergences.from_batches, found.caveats = True, self._ledger.caveats
+        found.caveats = self._ledger.caveats
+        return found
+
+    def _empty(self, account: Account, device: torch.device) -> FisherAccountant:
+        options = None if self._blocks is None else self._blocks.options
+        scale = 1.0 if options is None else options.feature_scale
+        worlds = () if options is None else tuple(options.worlds)
+        found = FisherAccountant(account, worlds=worlds, feature_scale=scale, device=device)
+        found.divergences.from_batches = True
+        found.needs_range = options is not None and as_private(options.private).part == "module"
         return found
 
     # --- reading ---------------------------------------------------------------------
@@ -184,24 +209,26 @@ class OpacusLedger:
     @property
     def statements(self) -> tuple[str, ...]:
         """Lists what the numbers of this ledger rest on: clip, noise, divisor, generator and sample rate."""
-        return self._ledger.caveats
+        return self._statements
 
-    def divergence(self) -> Tensor:
-        """Returns D of each record in nats, (N,): how far its release is from that without it.
+    def divergence(self, world: str = REMOVED) -> Tensor:
+        """Returns D of each record in nats, (N,): KL ≤ D for its release and that in the other world.
 
-        KL(with ‖ without) ≤ D
+        Args:
+            world: "removed", or one of those that are measured.
         """
-        return self.accountant.divergence(REMOVED)
+        return self.accountant.divergence(world)
 
-    def max_success(self, baseline: float) -> Bound:
+    def max_success(self, baseline: float, world: str = REMOVED) -> Bound:
         """Returns the largest chance that an attack succeeds on each record, (N,).
 
         Args:
-            baseline: κ, the chance that the same attack succeeds where the record is left out.
+            baseline: κ, the chance that the same attack succeeds in the other world.
+            world: "removed": the record is left out; or one of those that are measured.
 
         Guarantee: every attacker, every notion of success and every model; D is an estimate from one training.
         """
-        bound = self.accountant.max_success(baseline)
+        bound = self.accountant.max_success(baseline, world)
         return replace(bound, assumes=(*bound.assumes, *self.statements))
 
     def report(
@@ -266,7 +293,9 @@ class OpacusLedger:
         """
         found = {} if destination is None else destination
         facts = {"history": self.history, "mechanism": self.mechanism(), "steps": self.steps}
-        found.update({**facts, "finished": self.finished, "mark": self._mark(), "tensors": self._ledger.state()})
+        seed = None if self._blocks is None else self._blocks.seed
+        found.update({**facts, "finished": self.finished, "mark": self._mark(), "seed": seed})
+        found["tensors"] = self._ledger.state()
         return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -286,13 +315,18 @@ class OpacusLedger:
             raise InputError("state", "must have its number of steps", (steps, finished))
         self._ledger.restore(state.get("tensors"), int(finished))  # type: ignore[arg-type]
         self.steps = steps
+        if self._blocks is not None:
+            self._blocks.seed = checked_seed(state.get("seed"), "state")
         if finished:
             self._detach()
             self._ledger, self.finished = self._counted(), True
 
-    def _mark(self) -> dict[str, float]:
+    def _mark(self) -> dict[str, Any]:
         a = self._ledger.account
-        facts = {"noise_multiplier": a.noise_multiplier, "max_grad_norm": a.max_grad_norm}
+        facts: dict[str, Any] = {"noise_multiplier": a.noise_multiplier, "max_grad_norm": a.max_grad_norm}
+        if self._blocks is not None:
+            facts |= {"worlds": list(self._blocks.options.worlds), "rules": list(a.kept_rules)}
+            facts |= {"steps": self._blocks.steps, "budget": self._blocks.options.budget}
         return {**facts, "sample_rate": a.sample_rate, "records": a.records}
 
 
@@ -343,4 +377,4 @@ def describe_training(optimizer: Any, account: Account) -> tuple[str, ...]:
     )
 
 
-__all__ = ["OpacusLedger", "watch"]
+__all__ = ["Measuring", "OpacusLedger", "watch"]

@@ -24,6 +24,7 @@ from reconbound.auditing.priors import dataset_facts, guess_of
 from reconbound.auditing.run import data_facts
 from reconbound.data import Dataset, Feature
 from reconbound.data.dataset import Pixels
+from reconbound.fisher.worlds import REMOVED
 from reconbound.mechanisms.guarantee import guarantee
 from reconbound.report import build
 from reconbound.report import folder as files
@@ -92,7 +93,10 @@ def _leakage_of(ledger: FisherAccountant, dataset: Dataset) -> files.Leakage:
     kept_worlds = ledger.divergences.worlds
     facts: dict[str, Any] = {
         **dataset_facts(dataset, kept_worlds),
-        "rules": [],
+        "rules": [],  # floors in the data's units are read from the ledger
+        "worlds": [
+            {"name": name, "kind": "removed" if name == REMOVED else "column", "reference": ""} for name in kept_worlds
+        ],
         "most": most,
         "confidence": CONFIDENCE,
         "inferred_ranges": False,  # the training knows nothing of these ranges
