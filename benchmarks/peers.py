@@ -64,7 +64,11 @@ def from_pld(pld: Any) -> list[float]:
 
 def dp_accounting(noise: float, rate: float, steps: int, pessimistic: bool) -> list[float]:
     one = distributions.from_gaussian_mechanism(
-        noise, pessimistic_estimate=pessimistic, value_discretization_interval=GRID, sampling_prob=rate
+        noise,
+        pessimistic_estimate=pessimistic,
+        value_discretization_interval=GRID,
+        sampling_prob=rate,
+        use_connect_dots=pessimistic,
     )
     return from_pld(one.self_compose(steps))
 
@@ -132,7 +136,7 @@ def summary(found: dict[str, np.ndarray]) -> list[list[str]]:
                 continue
             sound = values[:, i] >= least * (1 - SLACK) - 1e-12
             ratio = values[given & sound, i] / own[given & sound]
-            span = f"{ratio.min():.4g} to {ratio.max():.4g}, median {np.median(ratio):.4g}" if ratio.size else ""
+            span = f"{ratio.min():.5f} to {ratio.max():.5f}, median {np.median(ratio):.5f}" if ratio.size else ""
             rows.append([metric, name, str(int(given.sum())), str(int((given & ~sound).sum())), span])
     if "riskcal" not in found:
         rows.append(["", "riskcal", "not installed", "", ""])

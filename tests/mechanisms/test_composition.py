@@ -351,7 +351,9 @@ def test_mixture_of_gaussians_against_cells():
     assert np.sum(up * np.log(up / base)) <= found.kl()
     assert hockey_stick(up, down, found.epsilon_at(1e-3)) <= 1e-3
     assert found.never_drawn == pytest.approx(0.6)
-    assert D.MixtureOfGaussiansDpEvent(1.0, (0.0,), (1.0,)) is not None
+    gaussian = as_mechanism(dp.GaussianDpEvent(0.5))
+    single = as_mechanism(D.MixtureOfGaussiansDpEvent(0.5, (1.0,), (1.0,)))
+    assert (single.order2(), single.kl()) == (pytest.approx(gaussian.order2()), pytest.approx(gaussian.kl()))
     assert as_mechanism(D.MixtureOfGaussiansDpEvent(1.0, (0.0,), (1.0,))).order2() == 0
 
 
