@@ -15,6 +15,7 @@ from reconbound.bounds.trade_off import (
     GaussianTradeOff,
     Least,
     ProfileTradeOff,
+    RenyiTradeOff,
     Worst,
 )
 
@@ -273,3 +274,24 @@ def test_epsilon_is_the_inverse_of_delta(mu):
         assert curve.delta(epsilon * (1 - 1e-6)) > delta
     assert curve.epsilon(0.9) == 0.0
     assert DPTradeOff(1.0, 0.01).epsilon(0.001) is None
+
+
+@pytest.mark.parametrize("mu", [0.05, 0.7, 3.0])
+def test_renyi_bounds_the_gaussian_that_attains_its_divergences(mu):
+    """D_α = αμ²/2 is the Gaussian's; at its own best order Hölder's inequality is near."""
+    orders = np.concatenate([1 + np.geomspace(1e-3, 1, 60), np.geomspace(2.01, 500, 80)])
+    curve, exact = RenyiTradeOff(orders, orders * mu**2 / 2), GaussianTradeOff(mu)
+    assert np.all(curve.tpr(FPRS) >= exact.tpr(FPRS) * (1 - 1e-12))
+    assert np.all(curve.delta(EPSILONS) >= exact.delta(EPSILONS) - 1e-13)
+    assert curve.tpr(1e-10) <= 4 * exact.tpr(1e-10)
+    assert curve.epsilon(1e-6) <= 1.3 * exact.epsilon(1e-6)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_renyi_bounds_random_mechanisms(seed):
+    p, q = random_distributions(seed, zeros=False)
+    orders = np.array([1.1, 1.5, 2.0, 4.0, 32.0])
+    both = [np.log(np.sum(a ** orders[:, None] * b ** (1 - orders[:, None]), axis=1)) for a, b in ((p, q), (q, p))]
+    curve = RenyiTradeOff(orders, np.max(both, axis=0) / (orders - 1))
+    check_upper(curve, p, q)
+    check_upper(curve, q, p)

@@ -172,14 +172,14 @@ class GaussianTradeOff(TradeOff):
         eps = numbers("epsilon", epsilon)
         if self.mu == 0:
             return unwrap(np.maximum(-np.expm1(np.minimum(eps, 0.0)), 0.0))
-        with np.errstate(over="ignore"):
-            middle = eps / self.mu
-        near, far = self.mu / 2 - middle, -self.mu / 2 - middle
-        first, second = ndtr(near), np.exp(np.minimum(eps + log_ndtr(far), 0.0))
-        with np.errstate(over="ignore", invalid="ignore"):  # rounding is on the safe side
-            slack = np.minimum(1e-15 * (first * (4.0 + near**2) + second * (4.0 + np.abs(eps) + far**2)), first)
-        found = np.clip(first - second + np.nan_to_num(slack), 0.0, 1.0)
-        return unwrap(np.where(eps == 0, np.minimum(found, math.erf(self.mu / math.sqrt(8))), found))
+        size = np.abs(eps)  # the curve is its own mirror image, and small values are exact
+        with np.errstate(over="ignore", invalid="ignore"):
+            near, far = self.mu / 2 - size / self.mu, -self.mu / 2 - size / self.mu
+            first, second = ndtr(near), np.exp(np.minimum(size + log_ndtr(far), 0.0))
+            slack = 1e-15 * (first * (4.0 + near**2) + second * (4.0 + size + far**2))  # rounding is on the safe side
+        found = np.clip(first - second + np.minimum(np.nan_to_num(slack), first), 0.0, 1.0)
+        found = np.where(size == 0, np.minimum(found, math.erf(self.mu / math.sqrt(8))), found)
+        return unwrap(np.where(eps >= 0, found, -np.expm1(-size) + np.exp(-size) * found))
 
 
 @dataclass(frozen=True)
@@ -244,6 +244,39 @@ class ChiSquareTradeOff(TradeOff):
         # one test's advantage is √(χ²/(4 + χ²)) at most, and δ falls with ε
         found = np.minimum(found, math.sqrt(square / (4.0 + square)))
         return unwrap(np.clip(np.where(eps >= 0, found, -np.expm1(-size) + np.exp(-size) * found), 0.0, 1.0))
+
+
+@dataclass(frozen=True, eq=False)
+class RenyiTradeOff(TradeOff):
+    """A curve from Rényi divergences D_α of orders above 1, in both directions.
+
+    tpr(x) ≤ (x e^{D_α})^{1 − 1/α} by Hölder's inequality, and
+    δ(ε) ≤ e^{(α−1)(D_α − ε)} (1 − 1/α)^α/(α − 1) (Canonne, Kamath and Steinke)
+
+    Attributes:
+        orders: α, each above 1.
+        divergences: D_α, upper bounds, in nats.
+    """
+
+    orders: np.ndarray
+    divergences: np.ndarray
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "orders", numbers("orders", self.orders, above=1.0).ravel())
+        object.__setattr__(self, "divergences", numbers("divergences", self.divergences, at_least=0.0).ravel())
+
+    def tpr(self, fpr: Any) -> Any:
+        a = chances("fpr", fpr)
+        with np.errstate(divide="ignore"):
+            power = (np.log(a)[..., None] + self.divergences) * (1 - 1 / self.orders)
+        return unwrap(np.exp(np.minimum(power.min(axis=-1) + 1e-12, 0.0)))
+
+    def delta(self, epsilon: Any) -> Any:
+        eps, a = numbers("epsilon", epsilon), self.orders
+        size = np.abs(eps)
+        log_delta = (a - 1) * (self.divergences - size[..., None]) + a * np.log1p(-1 / a) - np.log(a - 1)
+        found = np.exp(np.minimum(log_delta.min(axis=-1) + 1e-12, 0.0))
+        return unwrap(np.where(eps >= 0, found, -np.expm1(-size) + np.exp(-size) * found))  # the other direction
 
 
 @dataclass(frozen=True, eq=False)

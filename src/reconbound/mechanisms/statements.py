@@ -13,7 +13,14 @@ from reconbound import divergences as renyi
 from reconbound._internal.checks import choice, number, whole
 from reconbound.bounds.parts import Parts, parts_gaussian
 from reconbound.bounds.success import chances, unwrap
-from reconbound.bounds.trade_off import ChiSquareTradeOff, GaussianTradeOff, TradeOff
+from reconbound.bounds.trade_off import (
+    ChiSquareTradeOff,
+    DPTradeOff,
+    GaussianTradeOff,
+    Least,
+    RenyiTradeOff,
+    TradeOff,
+)
 from reconbound.mechanisms import privacy_loss
 from reconbound.mechanisms.base import ADJACENCIES, REPLACE_ONE, advantage_from_order2
 from reconbound.mechanisms.reported import ASSUMED, _Reported
@@ -138,7 +145,10 @@ class ZCDP(_Reported):
         return self.xi * (4 * order - 1) / (2 * order - 1) + 4 * self.rho * order
 
     def _own_trade_off(self) -> TradeOff:
-        return ChiSquareTradeOff(self._divergence(2.0, False))
+        renyi = RenyiTradeOff(_ORDERS, self._divergence(_ORDERS, False))
+        nats = float(self._divergence(1.0, False))  # Pinsker; Bretagnolle and Huber
+        apart = DPTradeOff(0.0, min(math.sqrt(nats / 2), math.sqrt(-math.expm1(-nats))))
+        return Least([ChiSquareTradeOff(float(self._divergence(2.0, False))), renyi, apart])
 
     def order2(self) -> float:
         return float(self._divergence(2.0, True))
