@@ -361,7 +361,10 @@ def test_as_a_process():
 
 @pytest.mark.parametrize(
     ("encoding", "command"),
-    [("ascii", ["bound", "--noise-multiplier", "1"]), ("latin-1", ["calibrate", "--target-mse", "0.1"])],
+    [
+        ("ascii", ["bound", "--noise-multiplier", "1"]),
+        ("latin-1", ["calibrate", "--target-mse", "0.1", "--bound", "theorem1"]),
+    ],
 )
 @pytest.mark.slow
 def test_ascii_terminal(encoding, command):

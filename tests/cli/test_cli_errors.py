@@ -122,7 +122,7 @@ MISSING = [
     (["calibrate", "--epsilon", "3", "--sample-rate", "0.1", "--steps", "3"], "--target-epsilon"),
     (["bound", *SGD, "--batch-size", "10"], "--batch-size"),
     (["bound", *SGD, "--max-grad-norm", "1"], "--max-grad-norm"),
-    (["calibrate", "--target-rmse", "1"], "--target-error"),
+    (["calibrate", "--target-rmse", "1"], "--target-mse"),
     (["calibrate", "--target-mse", "0.1", "--steps", "3"], "--sample-rate"),
     (["calibrate", "--target-error", "5"], "--sample-rate is missing: private SGD needs it (or give --output-pert"),
     (["calibrate", "--target-mse", "0.1", "--output-perturbation", "--loss", "logistic", "--l2", "1"], "--records"),
