@@ -167,8 +167,10 @@ class SampledGaussian(Mechanism):
         return self.steps * step(self.m, self.sample_rate)
 
     def order2_both_ends(self) -> float:
-        """Returns that of one step, or of one shuffled epoch; for adaptive steps it is an open question."""
-        return renyi.order2_fixed(self.m, self.sample_rate) if self.steps == 1 else math.inf
+        """Returns that of one step; it is open for adaptive ones, as those of a shuffled epoch with several rows."""
+        return (
+            renyi.order2_fixed(self.m, self.sample_rate) if self.steps == 1 and self.sampler != "shuffle" else math.inf
+        )
 
     def order2_paper(self) -> float:
         return self.steps * renyi.order2_paper(self.m, self.sample_rate)
