@@ -9,15 +9,8 @@ import pytest
 from scipy.stats import norm
 
 from reconbound._internal.checks import InputError
-from reconbound.bounds.trade_off import (
-    ChiSquareTradeOff,
-    DPTradeOff,
-    GaussianTradeOff,
-    Least,
-    ProfileTradeOff,
-    RenyiTradeOff,
-    Worst,
-)
+from reconbound.bounds.renyi_trade_off import ChiSquareTradeOff, RenyiTradeOff
+from reconbound.bounds.trade_off import DPTradeOff, GaussianTradeOff, Least, ProfileTradeOff, Worst
 
 FPRS = np.concatenate([10.0 ** -np.arange(1.0, 11.0), np.linspace(0, 1, 41)])
 EPSILONS = np.concatenate([np.linspace(-8, 8, 65), [-30.0, 30.0]])
@@ -324,3 +317,20 @@ def test_renyi_bounds_random_mechanisms(seed):
     curve = RenyiTradeOff(orders, np.max(both, axis=0) / (orders - 1))
     check_upper(curve, p, q)
     check_upper(curve, q, p)
+
+
+@pytest.mark.parametrize("size", [2, 5, 9])
+def test_curve_of_a_group_is_convex(size):
+    """The points that a finite search gives are not convex, and the lowest line was missed: tpr fell by 0.02."""
+    curve = ProfileTradeOff([-2.0, -0.3, 0.0, 0.3, 2.0], [0.87, 0.3, 0.1, 0.05, 1e-6])
+    alphas = np.concatenate([[0.0], 10.0 ** np.linspace(-9, -0.02, 300), [1.0]])
+    group = Worst([curve, curve.mirrored()]).group(size)
+    rates, epsilons = group.tpr(alphas), np.linspace(-9, 9, 361)
+    deltas = group.delta(epsilons)
+    assert np.all(np.diff(rates) >= -1e-15)
+    assert np.all(np.diff(np.diff(rates) / np.diff(alphas)) <= 1e-9 * (rates[1:-1] / alphas[1:-1]))
+    assert np.all(np.diff(deltas) <= 0)
+    assert np.all(np.diff(np.diff(deltas) / np.diff(np.exp(epsilons))) >= -1e-9)
+    lines = np.min(np.exp(epsilons) * alphas[:, None] + deltas, axis=1)
+    assert np.all(rates <= np.minimum(lines, 1.0) * (1 + 1e-9))
+    assert np.all(rates >= curve.tpr(curve.tpr(alphas)) - 1e-9)
