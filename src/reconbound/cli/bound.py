@@ -73,8 +73,7 @@ OPTIONS: Options = {
     ),
     "opacus_state": (
         Path,
-        "What Opacus recorded of its steps: a checkpoint of save_checkpoint, or the accountant's state_dict() as JSON "
-        "or by torch.save.",
+        "What Opacus recorded of its steps: JSON of the accountant's state_dict().",
     ),
     "adjacency": (
         str,

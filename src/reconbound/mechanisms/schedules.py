@@ -1,7 +1,4 @@
-"""Schedules of private SGD from files, and what Opacus recorded of a training.
-
-torch is imported only to read files of torch.save.
-"""
+"""Schedules of private SGD from files, and what Opacus recorded of a training."""
 
 from __future__ import annotations
 
@@ -91,24 +88,17 @@ def read_opacus_state(path: Any, *, sampler: str = "poisson", clip: str = "hard"
     """Reads what Opacus recorded from a file; see `from_opacus`.
 
     Args:
-        path: JSON (`json.dump(engine.accountant.state_dict(), file)`), or a file of torch.save: the state, or a
-            checkpoint of `engine.save_checkpoint`. Nothing in it is run: torch.load(weights_only=True).
+        path: JSON, as `json.dump(engine.accountant.state_dict(), file)` writes it. Files of torch.save are pickles, and
+            refused.
         sampler: as in `from_opacus`.
         clip: as in `from_opacus`.
     """
     file = Path(file_path("opacus_state", path))
     with file.open("rb") as opened:
-        torch_file = opened.read(2)[:1] in (b"P", b"\x80")  # a zip file, or torch's old form
-    if not torch_file:
-        return from_opacus(_read_json("opacus_state", file), sampler=sampler, clip=clip)
-    import torch
-
-    try:
-        found = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as reason:
-        what = "must be JSON, or a file of torch.save with nothing in it but tensors and plain numbers"
-        raise InputError("opacus_state", what, f"{file.name} ({type(reason).__name__})") from None
-    return from_opacus(found, sampler=sampler, clip=clip)
+        if opened.read(1) in (b"P", b"\x80"):  # a zip file of torch.save, or its old form
+            why = "must be JSON, not a pickle: write json.dump(engine.accountant.state_dict(), file)"
+            raise InputError("opacus_state", why, file.name)
+    return from_opacus(_read_json("opacus_state", file), sampler=sampler, clip=clip)
 
 
 def _read_json(name: str, file: Path) -> Any:
