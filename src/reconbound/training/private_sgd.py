@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from reconbound._internal.checks import InputError, file_path, warn_user, whole
-from reconbound._internal.files import tensor_digest
 from reconbound._internal.progress import progress_bar
 from reconbound._internal.rng import GUESSABLE, derive, new_seed, seed_warning, seeded
 from reconbound.accounting.accountant import FisherAccountant
@@ -309,8 +308,7 @@ class PrivateSGD:
 
     def _noise(self, total: Tensor) -> Tensor:
         """Returns standard normal numbers for this sum: equal only for the same bits, at this step of this release."""
-        bits = bytes.fromhex(tensor_digest({"sum": total}))
-        return noises.draw(derive(self.run_seed, "noise", self.step, bits), len(total), total.device)
+        return noises.draw_for(total, self.run_seed, self.step)
 
     # --- errors --------------------------------------------------------------------------
 
