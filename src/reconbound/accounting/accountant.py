@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from reconbound._internal.checks import InputError, choice, flag, number, warn_user, whole
+from reconbound._internal.devices import send
 from reconbound.accounting import confidence as floors
 from reconbound.accounting.checks import (
     Fingerprints,
@@ -121,7 +122,13 @@ class FisherAccountant:
     # --- writing ---------------------------------------------------------------------
 
     def add(
-        self, indices: Tensor | Sequence[int], found: StepInformation, *, weight: float = 1.0, stratified: bool = False
+        self,
+        indices: Tensor | Sequence[int],
+        found: StepInformation,
+        *,
+        weight: float = 1.0,
+        stratified: bool = False,
+        checked: bool = False,
     ) -> None:
         """Adds one step's information about these records, and what their clipped norms say of "removed".
 
@@ -132,20 +139,32 @@ class FisherAccountant:
                 1/p when that is done at a share p of the steps, L·q when each record is measured once in L steps.
             stratified: the last of these: each record is measured exactly once in each block of steps. Not with
                 shuffled epochs, where the parameters at a step depend on whether the record was seen already.
+            checked: skip the checks of values, which wait for a GPU: who calls this has measured distinct records of
+                this account, without masked rows, and checks that the numbers are finite.
         """
         weight = checked_weight(self.account, weight, stratified)
-        index, found = checked_records(indices, found, StepInformation, self.account.records)
+        index = torch.as_tensor(indices) if checked else None
+        if index is None:
+            index, found = checked_records(indices, found, StepInformation, self.account.records)
         if index.numel() == 0:
             return
         self._rule(None)
-        self._check_information(index, found)
-        index = index.to(self.device, torch.int64)
+        if not checked:
+            check_information(self.account, index, found)
+        self._keep_facts(found)
+        index = send(index.to(torch.int64), self.device)
         across, along = self.traces.add(index, found, weight, stratified)
         self.features.add(index, found, across, along)
         self.divergences.add_information(index, found.clipped_norm, weight, stratified)
 
     def add_distances(
-        self, indices: Tensor | Sequence[int], found: StepDistances, *, weight: float = 1.0, stratified: bool = False
+        self,
+        indices: Tensor | Sequence[int],
+        found: StepDistances,
+        *,
+        weight: float = 1.0,
+        stratified: bool = False,
+        checked: bool = False,
     ) -> None:
         """Adds one step's distances between these records' clipped gradients in the real and in replaced worlds.
 
@@ -154,13 +173,16 @@ class FisherAccountant:
             found: the step's distances, of every replaced world that this ledger keeps.
             weight: as in `add`.
             stratified: as in `add`.
+            checked: as in `add`.
         """
         weight = checked_weight(self.account, weight, stratified)
-        index, found = checked_records(indices, found, StepDistances, self.account.records)
-        self.divergences.check_found(index, found)
+        index = torch.as_tensor(indices) if checked else None
+        if index is None:
+            index, found = checked_records(indices, found, StepDistances, self.account.records)
+            self.divergences.check_found(index, found)
         if index.numel():
             self._fingerprints.touch()
-            self.divergences.add(index.to(self.device, torch.int64), found, weight, stratified)
+            self.divergences.add(send(index.to(torch.int64), self.device), found, weight, stratified)
 
     def add_norms(
         self, indices: Tensor | Sequence[int], clipped_norm: Tensor, *, weight: float = 1.0, stratified: bool = False
@@ -179,9 +201,8 @@ class FisherAccountant:
             self._fingerprints.touch()
             self.divergences.add_norms(index.to(self.device, torch.int64), norms, weight, stratified)
 
-    def _check_information(self, index: Tensor, found: StepInformation) -> None:
-        """Refuses information that does not fit before anything is changed; keeps its caveats otherwise."""
-        check_information(self.account, index, found)
+    def _keep_facts(self, found: StepInformation) -> None:
+        """Refuses information without what is kept, before anything is changed; keeps its caveats otherwise."""
         if "spectral" in self.traces.state and found.spectral_bound is None:
             raise InputError("found", "must have the spectral norm: this ledger keeps it", None)
         self.features.check_found(found)
@@ -197,7 +218,8 @@ class FisherAccountant:
         Args:
             found: the step's information about the chosen records.
         """
-        self._check_information(self.features.check_followed(found), found)
+        check_information(self.account, self.features.check_followed(found), found)
+        self._keep_facts(found)
         factors = self.traces.factors(self.account.kept_rules[0], found.clipped_norm)
         across, along = (self.account.sample_rate * factor for factor in factors)
         self.features.follow(found, across, along)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from reconbound._internal.checks import InputError, choice
+from reconbound._internal.devices import send
 from reconbound._internal.formatting import format_percent
 from reconbound.accounting.checks import check_clipped, check_mechanism
 from reconbound.accounting.confidence import Estimates, upper_limit
@@ -119,7 +120,7 @@ class DivergenceLedger(Ledger):
         if stratified:
             self._add_norms(index, clipped_norm, weight, stratified)
             return
-        self._pending.append((index.to(self.device, torch.int64), clipped_norm.detach().to(self.device), weight))
+        self._pending.append((send(index.to(torch.int64), self.device), clipped_norm.detach().to(self.device), weight))
         if len(self._pending) >= _BATCHES:
             self.settle()
 
