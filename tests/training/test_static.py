@@ -13,7 +13,7 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
-from learning import CLASSES, FEATURES, SameNoise, data, learner, losses, network, same_state
+from learning import CLASSES, FEATURES, SameNoise, data, learner, network, same_state
 from reconbound.fisher.worlds import Replacement
 from reconbound.training import static
 from reconbound.training.finite import FiniteChecks
