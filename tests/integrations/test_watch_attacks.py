@@ -282,7 +282,7 @@ def test_rate_that_changes_is_refused() -> None:
     [
         ("expected_batch_size", 13, "expected_batch_size must stay 12: the noisy sum is divided by it"),
         ("loss_reduction", "sum", "loss_reduction must stay 'mean'"),
-        ("secure_mode", True, "secure_mode must stay 0"),
+        ("secure_mode", True, "secure_mode must stay False"),
     ],
 )
 def test_settings_that_change_are_refused(name: str, value: Any, why: str) -> None:

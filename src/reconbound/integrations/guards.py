@@ -43,7 +43,7 @@ class Settings:
         for name, kept in self._kept.items():
             found = getattr(self._optimizer, name)
             if found != kept:
-                shown = f"{kept:g}" if isinstance(kept, int | float) else repr(kept)
+                shown = f"{kept:g}" if type(kept) in (int, float) else repr(kept)
                 raise InputError(name, f"must stay {shown}: {_SETTINGS[name]}", found)
 
 
