@@ -439,3 +439,38 @@ def test_report_of_each_epoch_has_its_steps(tmp_path: Path) -> None:
         assert leakage.nats is not None
         assert torch.equal(leakage.nats[0], ledger.divergence())
     assert ledger.finish().account.steps == 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, ["divided by the fixed number 12.", "clipped to norm C by the hard clip"]),
+        ({"loss_reduction": "sum", "criterion": nn.CrossEntropyLoss(reduction="sum")}, ["The sum is not divided."]),
+        ({"clipping": "per_layer", "max_grad_norm": [0.5] * 4}, ["for each tensor of parameters to a norm of its own"]),
+    ],
+)
+def test_pages_name_the_divisor_and_the_clip(changes: dict[str, Any], said: list[str], tmp_path: Path) -> None:
+    made = private(noise_multiplier=2.0, **changes)
+    ledger = made.watch()
+    made.train(1)
+    ledger.report(tmp_path / "out")
+    for name in ("report.html", "report-public.html"):
+        text = " ".join((tmp_path / "out" / name).read_text().split())
+        for sentence in said:
+            assert sentence in text
+        assert "number qN" not in text
+
+
+def test_pages_say_that_the_clip_norm_changed(tmp_path: Path) -> None:
+    made = private(noise_multiplier=2.0)
+    ledger = made.watch()
+    schedule = LambdaGradClip(made.optimizer, scheduler_function=lambda epoch: 0.5**epoch)
+    for _ in range(2):
+        made.train(1)
+        schedule.step()
+    ledger.report(tmp_path / "out")
+    for name in ("report.html", "report-public.html"):
+        text = " ".join((tmp_path / "out" / name).read_text().split())
+        assert "C changed during the training, from 0.5 to 1; the noise was the same multiple" in text
+        assert "2 × 1 on the sum" not in text
+    assert "standard deviation 2 × C on the sum" in (tmp_path / "out" / "report.html").read_text()

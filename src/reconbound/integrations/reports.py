@@ -185,11 +185,18 @@ def _dataset(name: str, kind: str, x: np.ndarray, features: Sequence[Feature], t
     return Dataset(name, kind, x, y, none, y[:0], features, task="number", target=target)
 
 
-def describe_parameters(optimizer: Any) -> dict[str, Any]:
-    """Returns what run.json says of a training with Opacus, beside its mechanism."""
+def describe_parameters(optimizer: Any, bounds: Sequence[float]) -> dict[str, Any]:
+    """Returns what run.json says of a training with Opacus, beside its mechanism.
+
+    Args:
+        optimizer: Opacus's.
+        bounds: the smallest and the largest clip norm.
+    """
     parameters: list[Tensor] = list(optimizer.params)
     inner = type(optimizer.original_optimizer).__name__
+    changed = {"clip_norms": f"from {bounds[0]:g} to {bounds[1]:g}"} if len(set(bounds)) > 1 else {}
     return {
+        **changed,
         "model": f"trained by Opacus with {inner}",
         "parameters": sum(p.numel() for p in parameters),
         "clipping": type(optimizer).__name__,
