@@ -83,6 +83,25 @@ def test_ghost_gradients_of_another_loss_are_refused() -> None:
         made.train(1)
 
 
+def add_another_loss(model: nn.Module) -> None:
+    torch.stack([p.square().sum() for p in model.parameters()]).sum().backward()
+
+
+def scale_by_their_norm(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+@pytest.mark.parametrize("change", [add_another_loss, scale_by_their_norm])
+def test_ghost_gradients_that_change_before_the_step_are_refused(change: Any) -> None:
+    made = private("ghost")
+    made.watch()
+    x, y, _ = next(iter(made.loader))
+    made.criterion(made.model(x), y).backward()
+    change(made.network)
+    with pytest.raises(InputError, match="nothing else may change the gradients before the step"):
+        made.optimizer.step()
+
+
 def test_ghost_adaptive_clipping_is_refused() -> None:
     from opacus.utils.adaptive_clipping.adaptive_clipping_utils import PrivacyEngineAdaptiveClipping
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from opacus.optimizers import DPOptimizer
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
-from torch import Tensor
+from torch import Tensor, nn
 
 from reconbound._internal.checks import InputError
 
@@ -34,6 +34,7 @@ class GhostNorms:
     def __init__(self, criterion: DPLossFastGradientClipping) -> None:
         self.module, self._criterion = criterion.module, criterion
         self._norms: Tensor | None = None
+        self._gradients: list[tuple[nn.Parameter, Tensor | None, int]] = []  # as the pass left them, with versions
         self._products = 0
         criterion.module = self
 
@@ -44,9 +45,13 @@ class GhostNorms:
     def take(self) -> Tensor:
         """Returns the norms of the last backward pass, (B,); refuses a pass that the criterion did not make."""
         norms, self._norms = self._norms, None
-        if norms is None:
-            why = "must be what backward() is called on, by itself: another loss is not clipped"
-            raise InputError("loss_fn", why, "gradients that it did not make")
+        gradients, self._gradients = self._gradients, []
+        same = all(p.grad is kept and (kept is None or kept._version == version) for p, kept, version in gradients)
+        if norms is None or not same:
+            why = "must be what backward() is called on, by itself, and nothing else may change the gradients before "
+            raise InputError(
+                "loss_fn", f"{why}the step: only those of its own are clipped", "gradients of another kind"
+            )
         return norms
 
     def get_clipping_coef(self) -> _Factors:
@@ -54,6 +59,12 @@ class GhostNorms:
         factors = self.module.get_clipping_coef()
         self._norms = self.module.per_sample_gradient_norms.flatten()
         return _Factors(factors, self)
+
+    def enable_hooks(self) -> None:
+        """Ends a backward pass, as in Opacus, and remembers the gradients that it made."""
+        self.module.enable_hooks()
+        trained = self.module.trainable_parameters
+        self._gradients = [(p, p.grad, -1 if p.grad is None else p.grad._version) for p in trained]
 
     def __getattr__(self, name: str) -> Any:
         if name == "module":  # of a copy that has nothing yet

@@ -19,7 +19,7 @@ from reconbound._internal.checks import InputError
 from reconbound._internal.rng import random_states_kept
 
 #: Records with which a collate function is tried.
-_TRIED = 8
+_TRIED = 32
 _GRID = 2.0**24  # of torch's float32 random numbers
 
 

@@ -142,7 +142,7 @@ def records_of(loader: DataLoader[Any], name: str) -> Dataset:
         return _texts(name, inputs, targets)
     if len(shapes) != 1 or not kinds <= set("fiub"):
         why = "must be given: the records of the loader are neither images, nor token sequences, nor rows of numbers"
-        raise InputError("dataset", why, f"inputs of {len(shapes)} shapes")
+        raise InputError("dataset", why, f"a {type(pairs[0][0]).__name__} first, inputs of {len(shapes)} shapes")
     x = np.nan_to_num(np.stack(inputs).astype(np.float64))
     image = x.ndim == 4 and x.shape[1] in (1, 3, 4)
     rows = x if image else x.reshape(len(x), -1)
