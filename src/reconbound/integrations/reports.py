@@ -142,7 +142,7 @@ def records_of(loader: DataLoader[Any], name: str) -> Dataset:
         return _texts(name, inputs, targets)
     if len(shapes) != 1 or not kinds <= set("fiub"):
         why = "must be given: the records of the loader are neither images, nor token sequences, nor rows of numbers"
-        raise InputError("dataset", why, f"inputs of {len(shapes)} shapes")
+        raise InputError("dataset", why, f"a {type(pairs[0][0]).__name__} first, inputs of {len(shapes)} shapes")
     x = np.nan_to_num(np.stack(inputs).astype(np.float64))
     image = x.ndim == 4 and x.shape[1] in (1, 3, 4)
     rows = x if image else x.reshape(len(x), -1)
@@ -185,11 +185,18 @@ def _dataset(name: str, kind: str, x: np.ndarray, features: Sequence[Feature], t
     return Dataset(name, kind, x, y, none, y[:0], features, task="number", target=target)
 
 
-def describe_parameters(optimizer: Any) -> dict[str, Any]:
-    """Returns what run.json says of a training with Opacus, beside its mechanism."""
+def describe_parameters(optimizer: Any, bounds: Sequence[float]) -> dict[str, Any]:
+    """Returns what run.json says of a training with Opacus, beside its mechanism.
+
+    Args:
+        optimizer: Opacus's.
+        bounds: the smallest and the largest clip norm.
+    """
     parameters: list[Tensor] = list(optimizer.params)
     inner = type(optimizer.original_optimizer).__name__
+    changed = {"clip_norms": f"from {bounds[0]:g} to {bounds[1]:g}"} if len(set(bounds)) > 1 else {}
     return {
+        **changed,
         "model": f"trained by Opacus with {inner}",
         "parameters": sum(p.numel() for p in parameters),
         "clipping": type(optimizer).__name__,
