@@ -405,7 +405,7 @@ class PrivateSGD:
         }
         if self.accountant is not None:
             facts["runs"], facts["caveats"] = self.accountant.runs, list(self.accountant.caveats)
-            tensors |= {f"ledger/{name}": value for name, value in self.accountant.state().items()}
+            tensors |= {f"ledger/{name}": value for name, value in self.accountant.tensors().items()}
         return checkpoints.Checkpoint(tensors, facts)
 
     def _resume(self, folder: str) -> None:
@@ -445,7 +445,7 @@ class PrivateSGD:
         self._restart()
         checkpoints.restore_optimizer(self.optimizer, self.schedule, facts["state"], tensors)
         if self.accountant is not None:
-            self.accountant.restore(under("ledger/"), facts["runs"])
+            self.accountant.restore(under("ledger/"), facts["runs"], copy=False)
             self.accountant.caveats = tuple(dict.fromkeys((*self.accountant.caveats, *facts["caveats"])))
         self.seed, self.run_seed, self.run, self.step = place.values()
         self.history[:] = history
