@@ -231,7 +231,8 @@ class DivergenceLedger(Ledger):
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Refuses tensors that do not fit, and divergences and counts that are no numbers or negative."""
         super().check(tensors)
-        for name in (name for name in self.state if name in ("nats", "nats_times", "nats_times_all")):
+        sums = ("nats", "nats_mean", "kept_nats", "nats_times", "nats_times_all")
+        for name in (name for name in self.state if name in sums):
             if not bool((tensors[name].isfinite() & (tensors[name] >= 0)).all()):
                 raise InputError(name, "must be finite and not negative", float(tensors[name].min()))
 

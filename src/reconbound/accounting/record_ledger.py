@@ -144,7 +144,10 @@ class Ledger:
     # --- keeping -----------------------------------------------------------------------
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises an InputError that names the first tensor whose shape or type does not fit; nothing is changed."""
+        """Raises an InputError that names the first tensor whose shape, type or content does not fit.
+
+        Nothing is changed. Sums and means are numbers, and what errors are computed from is 0 or more.
+        """
         for name, value in self.state.items():
             given = tensors.get(name)
             got = () if given is None else tuple(given.shape)
@@ -153,6 +156,15 @@ class Ledger:
                 kept = f"of shape {tuple(value.shape)} and {value.dtype}"
                 why = f"must be a tensor {kept}, as this version of reconbound keeps it"
                 raise InputError(name, why, None if given is None else f"{got}, {given.dtype}")
+        for name in (name for name in self.state if self._is_sum(name)):
+            given = tensors[name]
+            if bool((given.isnan() if not name.endswith("_error") else ~(given >= 0)).any()):
+                what = "NaN" if bool(given.isnan().any()) else float(given.min())
+                raise InputError(name, "must be numbers, and errors not negative", what)
+
+    def _is_sum(self, name: str) -> bool:
+        """Returns whether a tensor holds sums of a quantity, their means, or what errors are computed from."""
+        return name.removeprefix("kept_").removesuffix("_mean").removesuffix("_error") in self._quantities
 
     def restore(self, tensors: Mapping[str, Tensor], runs: int) -> None:
         """Restores the tensors, which have been checked, and the number of finished runs."""
