@@ -32,7 +32,7 @@ from reconbound.fisher.worlds import REMOVED, StepDistances
 #: Batches whose norms are added together, and the number of pairs of worlds from which their divergences are computed.
 _BATCHES, _PAIRS = 32, 1024
 #: Tensors that hold no negative number.
-_NOT_NEGATIVE = ("nats", "nats_times", "nats_times_all")
+_NOT_NEGATIVE = ("nats", "nats_mean", "kept_nats", "nats_times", "nats_times_all")
 
 
 class DivergenceLedger(Ledger):
@@ -234,20 +234,11 @@ class DivergenceLedger(Ledger):
             self.empty("nats_times", "nats_last")
             self.state["nats_weights"][0].zero_()
 
-    def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Refuses tensors that do not fit, and divergences and counts that are no numbers or negative."""
-        super().check(tensors)
-        for name in (name for name in self.state if name in _NOT_NEGATIVE):
-            for row in tensors[name]:
-                for part in parts_of(len(row)):
-                    _check_not_negative(name, row[part])
-
-    def part(self, name: str, part: slice) -> Tensor:
-        """Returns some numbers of a tensor, in the order of its memory; checked where they come from a file."""
-        found = super().part(name, part)
-        if name in self.in_file and name in _NOT_NEGATIVE:
-            _check_not_negative(name, found)
-        return found
+    def check_content(self, name: str, values: Tensor) -> None:
+        """Refuses divergences and counts that are no numbers, infinite or negative."""
+        super().check_content(name, values)
+        if name in _NOT_NEGATIVE and not bool((values.isfinite() & (values >= 0)).all()):
+            raise InputError(name, "must be finite and not negative", float(values.min()))
 
     def restore(self, tensors: Mapping[str, Tensor], runs: int, *, copy: bool = True) -> None:
         """Restores the tensors and the number of finished runs; what was pending is dropped."""
@@ -421,12 +412,6 @@ class DivergenceLedger(Ledger):
         if bool(self.state["nats_partial"][self.index(world)]):
             measured += "; some runs were not measured over all of their steps"
         return (measured,) + ((f"{unseen} records were never measured: the mechanism's",) if unseen else ())
-
-
-def _check_not_negative(name: str, values: Tensor) -> None:
-    """Refuses numbers of a tensor that are not finite, or negative."""
-    if not bool((values.isfinite() & (values >= 0)).all()):
-        raise InputError(name, "must be finite and not negative", float(values.min()))
 
 
 def removed_nats(norm: Tensor, reach: Any, sample_rate: float) -> Tensor:

@@ -66,9 +66,14 @@ class Ledger:
                 value.zero_()
 
     def part(self, name: str, part: slice) -> Tensor:
-        """Returns some numbers of a tensor, in the order of its memory, on the CPU or where the ledger lives."""
+        """Returns some numbers of a tensor, in the order of its memory, on the CPU or where the ledger lives.
+
+        Those that come from a file are checked.
+        """
         if self.stored is not None and name in self.in_file:
-            return self.stored.read(name, part.start, part.stop)
+            found = self.stored.read(name, part.start, part.stop)
+            self.check_content(name, found)
+            return found
         return self.state[name].reshape(-1)[part]
 
     def keep_runs(self, *names: str) -> None:
@@ -197,7 +202,10 @@ class Ledger:
     # --- keeping -----------------------------------------------------------------------
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises an InputError that names the first tensor whose shape or type does not fit; nothing is changed."""
+        """Raises an InputError that names the first tensor whose shape, type or content does not fit.
+
+        Nothing is changed.
+        """
         for name, value in self.state.items():
             given = tensors.get(name)
             got = () if given is None else tuple(given.shape)
@@ -206,6 +214,23 @@ class Ledger:
                 kept = f"of shape {tuple(value.shape)} and {value.dtype}"
                 why = f"must be a tensor {kept}, as this version of reconbound keeps it"
                 raise InputError(name, why, None if given is None else f"{got}, {given.dtype}")
+        for name in self.state:
+            flat = tensors[name].reshape(-1)
+            for part in parts_of(len(flat)):
+                self.check_content(name, flat[part])
+
+    def check_content(self, name: str, values: Tensor) -> None:
+        """Refuses sums and means that are NaN, and what errors are computed from where it is negative.
+
+        Args:
+            name: of the tensor.
+            values: some of its numbers.
+        """
+        if name.removeprefix("kept_").removesuffix("_mean").removesuffix("_error") not in self._quantities:
+            return
+        if bool((values.isnan() if not name.endswith("_error") else ~(values >= 0)).any()):
+            what = "NaN" if bool(values.isnan().any()) else float(values.min())
+            raise InputError(name, "must be numbers, and errors not negative", what)
 
     def restore(self, tensors: Mapping[str, Tensor], runs: int, *, copy: bool = True) -> None:
         """Restores the tensors, which have been checked, and the number of finished runs.

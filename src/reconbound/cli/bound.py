@@ -73,7 +73,8 @@ OPTIONS: Options = {
     ),
     "opacus_state": (
         Path,
-        "What Opacus recorded of its steps: JSON of the accountant's state_dict().",
+        "What Opacus recorded of its steps: a checkpoint of save_checkpoint, or the accountant's state_dict() as JSON "
+        "or by torch.save.",
     ),
     "adjacency": (
         str,

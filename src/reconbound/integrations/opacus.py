@@ -305,7 +305,8 @@ class OpacusLedger:
         records = records_of(self._loader, name) if dataset is None else dataset
         if not isinstance(records, Dataset):
             raise InputError("dataset", "must be what load_dataset returns", f"a {type(records).__name__}")
-        return write_report(folder, ledger, records, describe_parameters(self._optimizer, self._bounds))
+        published = [statement for statement in self.statements if statement != PADDED]  # that depends on the records
+        return write_report(folder, ledger, records, describe_parameters(self._optimizer, self._bounds), published)
 
     # --- as an accountant of Opacus ------------------------------------------------------
 
