@@ -76,7 +76,7 @@ Passes = Callable[[], Iterable[Estimates]]
 
 
 class Spread(NamedTuple):
-    """What the limits of all records share: the lower quartile of their means, and r̃, the median of r = error/mean.
+    """Holds what the limits of all records share: the lower quartile of their means, and the median of error/mean.
 
     Both are over the records that were measured with positive information; None where there are none.
     """
