@@ -385,6 +385,11 @@ def _mechanism_cases() -> Iterator[Case]:
         rb.OutputPerturbation: dict(records=100, l2=0.1, noise_std=0.1, data_norm=1.0, loss="logistic",
                                     target_bound=None, intercept=False),
         rb.PLD: dict(pld=losses.from_laplace_mechanism(2.0), adjacency="add/remove"),
+        rb.GDP: dict(mu=1.0, adjacency="replace-one"),
+        rb.ZCDP: dict(rho=0.1, xi=0.0, adjacency="replace-one"),
+        rb.Laplace: dict(noise_multiplier=2.0, sample_rate=0.5, steps=3),
+        rb.DiscreteGaussian: dict(noise_std=2.0, sensitivity=1, steps=3),
+        rb.Composition: dict(mechanisms=(rb.Laplace(2.0), rb.SampledGaussian(2.0, 0.5, 3))),
     }  # fmt: skip
     for kind, good in kinds.items():
         yield Case(kind.__name__, kind, _only(**good), _mechanism_answers)
@@ -392,5 +397,14 @@ def _mechanism_cases() -> Iterator[Case]:
                             "for_group": {"copies": 1}, "protection": {"delta": 1e-5}}.items():  # fmt: skip
             made = kind(**good)
             yield Case(f"{kind.__name__}.{method}", getattr(made, method), _only(**own))
+    asked = dict(adjacency="replace-one", fprs=[0.1], priors=[0.5], baselines=[0.01], group=1)
+    yield Case("risks", rb.risks, _only(mechanism=rb.SampledGaussian(2.0, 0.5, 3), **asked), repr)
+    yield Case("Risks", rb.Risks, _only(**vars(rb.risks(mechanism))))  # results: their own makers fill them
+    stretches = [dict(noise_multiplier=2.0, sample_rate=0.5, steps=3)]
+    yield Case(
+        "schedule", rb.schedule, _only(stretches=stretches), _mechanism_answers, called={"stretches": "schedule"}
+    )
+    opacus = _only(given=[(2.0, 0.5, 3)], sampler="poisson", clip="hard")
+    yield Case("from_opacus", rb.from_opacus, opacus, _mechanism_answers, called={"given": "opacus_state"})
     shuffled = dict(noise_multiplier=2.0, per_epoch=3, steps=3, clip="smooth")
     yield Case("SampledGaussian.shuffled", rb.SampledGaussian.shuffled, _only(**shuffled), _mechanism_answers)

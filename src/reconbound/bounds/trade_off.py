@@ -154,7 +154,7 @@ class GaussianTradeOff(TradeOff):
 
     >>> curve = GaussianTradeOff(1.0)
     >>> [float(f"{curve.tpr(rate):.4e}") for rate in (1e-4, 1e-6, 1e-10)]
-    [0.003274, 8.7218e-05, 4.1303e-08]
+    [0.0032738, 8.7218e-05, 4.1303e-08]
     """
 
     mu: float

@@ -104,6 +104,7 @@ def calibrate_risk(mechanism: Noisy, target: RiskTarget, *, group: int = 1) -> N
     Guarantee: the risk was computed once more at the returned noise and is at most the limit. With noise smaller by
     more than three parts in ten thousand it is not, as far as the risk falls with the noise.
 
+    >>> from reconbound import SampledGaussian
     >>> target = RiskTarget("advantage", 0.1, adjacency="add/remove")
     >>> round(calibrate_risk(SampledGaussian(1.0, 0.002, 10_000, clip="hard"), target).noise_multiplier, 3)
     1.025

@@ -20,6 +20,7 @@ import numpy as np
 from reconbound._internal.checks import InputError
 from reconbound.bounds import overlap_from_losses
 from reconbound.bounds.parts import Parts, both_directions, parts_from_losses
+from reconbound.bounds.success import chances
 from reconbound.bounds.trade_off import Least, ProfileTradeOff, TradeOff, Worst
 
 LARGEST_SHIFT = 60.0  # beyond it one step tells all there is to tell, and the grid would be huge
@@ -370,7 +371,7 @@ def rero(pld: Any, kappa: Any) -> Any:
         pld: a privacy loss distribution.
         kappa: κ, one number or an array.
     """
-    return trade_off(pld).tpr(kappa)
+    return trade_off(pld).tpr(chances("kappa", kappa))
 
 
 def _deltas(losses: np.ndarray, mass: np.ndarray, infinite: float) -> np.ndarray:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from reconbound._internal.checks import InputError, file_path, warn_user, whole
-from reconbound._internal.files import tensor_digest
 from reconbound._internal.progress import progress_bar
 from reconbound._internal.rng import GUESSABLE, derive, new_seed, seed_warning, seeded
 from reconbound.accounting.accountant import FisherAccountant
@@ -31,7 +30,7 @@ from reconbound.fisher.worlds import NO_WORLDS, REMOVED, World, check_worlds
 from reconbound.training import checkpoint as checkpoints
 from reconbound.training import noise as noises
 from reconbound.training import settings as given
-from reconbound.training.sampling import make_account, make_plan, make_sampler, steps_of
+from reconbound.training.sampling import make_account, make_plan, make_sampler, padded_sizes, steps_of
 from reconbound.training.settings import Callback, Fault, Settings, reset_parameters
 from reconbound.training.step import Kept, LossFn, Measurer, StepWork
 from reconbound.validate.model import ReconboundWarning
@@ -140,6 +139,8 @@ class PrivateSGD:
         kept = Kept(not (isinstance(diagonal, str) and diagonal == "none"), spectral, self.worlds or NO_WORLDS)
         self.measurer = Measurer(model, loss_fn, (self.inputs, self.targets), settings, private, kept=kept, check=check)
         self.features = self.measurer.features
+        if self.device.type == "cuda":
+            self.measurer.replay(padded_sizes(self.sampler))
         self._ledger: FisherAccountant | None = None
         self.plans = Plans()
         self.history: list[dict[str, float]] = []
@@ -255,8 +256,11 @@ class PrivateSGD:
         known = bool(self.history) and now.items() <= self.history[-1].items()
         often = self.evaluate_every
         due = self.step == self.steps or (often > 0 and self.step > 0 and self.step % often == 0)
+        saving = self.folder is not None and (self.step % self.every == 0 or self.step == self.steps)
         found: list[Mapping[str, float] | None] = []
         with given.modes_kept(self.model), self._placed():
+            if due or saving:
+                self.measurer.checks.settle()
             if self.evaluate is not None and due and not known:
                 found.append(given.evaluate_model(self.evaluate, self.model))
             for callback in self.callbacks:
@@ -266,9 +270,7 @@ class PrivateSGD:
         numbers = [each for each in found if each is not None]
         if numbers and not known:
             self.history.append({**now, **{name: value for each in numbers for name, value in each.items()}})
-        if self.folder is None or self.order <= self._saved:
-            return
-        if self.step % self.every == 0 or self.step == self.steps:
+        if self.folder is not None and saving and self.order > self._saved:
             checkpoints.save(self.folder, self._snapshot(), self._turn + 1)
             self._turn, self._saved = self._turn + 1, self.order
 
@@ -278,17 +280,16 @@ class PrivateSGD:
             self._fail(f"the data had {self.records} records and have {sorted(sizes)} now")
         batch, now = self.sampler.batch(self.run_seed, self.step), (self.run_seed, self.step)
         with self._placed():
+            self.measurer.checks.step = self.step
             work = self.measurer.compute_step(batch, *now, self.accountant, self.plans)
         flat = (work.total.double() + self.settings.noise * self._noise(work.total)) / self.sampler.divisor
-        for p, piece in zip(self.params.values(), flat.split([p.numel() for p in self.params.values()]), strict=True):
-            p.grad = piece.reshape(p.shape).to(p.dtype)
+        given.set_gradients(self.params, flat)
         self._midway = True
         self.optimizer.step()
         if self.schedule is not None:
             self.schedule.step()
-        for name, p in self.params.items():
-            if not bool(torch.isfinite(p.detach()).all()):
-                self._fail(f"the parameter {name} is not finite after it: the model has exploded; lower lr")
+        with self._placed():
+            self.measurer.check_parameters()
         if self.accountant is not None:
             self._account(self.accountant, batch, work)
             self.accountant.keep_step(self.step + 1)
@@ -298,19 +299,19 @@ class PrivateSGD:
         self._midway = False
 
     def _account(self, ledger: FisherAccountant, batch: Tensor, work: StepWork) -> None:
-        for one in work.information:
-            ledger.add(one.records, one.found, weight=one.weight, stratified=one.stratified)
+        for one in work.information:  # finite, as the measurer has checked
+            ledger.add(one.records, one.found, weight=one.weight, stratified=one.stratified, checked=True)
         if work.followed is not None:
             ledger.follow(work.followed)
         for each in work.distances:
-            ledger.add_distances(each.records, each.found, weight=each.weight, stratified=each.stratified)
+            how: dict[str, Any] = {"weight": each.weight, "stratified": each.stratified, "checked": True}
+            ledger.add_distances(each.records, each.found, **how)
         if REMOVED in ledger.divergences.worlds and len(batch):
             ledger.divergences.add_norms(batch, work.clipped_norm, 1.0)
 
     def _noise(self, total: Tensor) -> Tensor:
         """Returns standard normal numbers for this sum: equal only for the same bits, at this step of this release."""
-        bits = bytes.fromhex(tensor_digest({"sum": total}))
-        return noises.draw(derive(self.run_seed, "noise", self.step, bits), len(total), total.device)
+        return noises.draw_for(total, self.run_seed, self.step)
 
     # --- errors --------------------------------------------------------------------------
 
@@ -320,11 +321,12 @@ class PrivateSGD:
         try:
             yield
         except Fault as reason:
-            self._fail(str(reason))
+            self._midway = self._midway or reason.step not in (None, self.step)
+            self._fail(str(reason), reason.step)
 
-    def _fail(self, what: str) -> NoReturn:
+    def _fail(self, what: str, step: int | None = None) -> NoReturn:
         saved = "" if self.folder is None else f"; the last good state is in {os.fspath(self.folder)}"
-        raise TrainingError(f"run {self.run}, step {self.step}: {what}{saved}")
+        raise TrainingError(f"run {self.run}, step {self.step if step is None else step}: {what}{saved}")
 
     # --- state ---------------------------------------------------------------------------
 
@@ -403,7 +405,7 @@ class PrivateSGD:
         }
         if self.accountant is not None:
             facts["runs"], facts["caveats"] = self.accountant.runs, list(self.accountant.caveats)
-            tensors |= {f"ledger/{name}": value for name, value in self.accountant.state().items()}
+            tensors |= {f"ledger/{name}": value for name, value in self.accountant.tensors().items()}
         return checkpoints.Checkpoint(tensors, facts)
 
     def _resume(self, folder: str) -> None:
@@ -438,11 +440,12 @@ class PrivateSGD:
         if (released or place["run"]) and shapes != {name: value.shape for name, value in released.items()}:
             raise ValueError("its released parameters have other names or shapes than the model's")
         self.model.load_state_dict(under("model/"))
+        self.measurer.checks.drop()
         self.first_parameters = released
         self._restart()
         checkpoints.restore_optimizer(self.optimizer, self.schedule, facts["state"], tensors)
         if self.accountant is not None:
-            self.accountant.restore(under("ledger/"), facts["runs"])
+            self.accountant.restore(under("ledger/"), facts["runs"], copy=False)
             self.accountant.caveats = tuple(dict.fromkeys((*self.accountant.caveats, *facts["caveats"])))
         self.seed, self.run_seed, self.run, self.step = place.values()
         self.history[:] = history

@@ -1,0 +1,146 @@
+"""What a ledger beside Opacus costs: trainings with and without `watch`, in turns, and their memory.
+
+Removed: `watch` as it is; it reads Opacus's norms and the sampler's records, so there is no form with record numbers.
+Both: worlds and Fisher information too, at the default budget (`Measuring(..., information=True)`), and one replaced
+part. The networks are that of the paper for MNIST (600 of 60,000 random images a step) and one with tanh on 108 columns
+(266 of 26,561 random records); the time does not depend on the values. Each peak of memory is of a process of its own,
+less that of a process which has only loaded the data and the model.
+
+    python benchmarks/opacus_overhead.py [--steps 100] [--rounds 3] [--problems images table]"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from itertools import chain, repeat
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from opacus import PrivacyEngine
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from reconbound.auditing.models import mnist_cnn
+from reconbound.fisher.worlds import Replacement
+from reconbound.integrations.opacus import Measuring, watch
+
+warnings.filterwarnings("ignore", "Secure RNG turned off|Full backward hook")
+#: Steps that are not timed: the first ones check the model.
+FIRST = 10
+RATE, EPOCHS = 0.01, 10
+#: The largest ratio to Opacus alone that is wanted, of time and of memory.
+TARGETS = {"removed": (1.02, 1.5), "both": (1.5, 1.5)}
+
+
+def table_network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(108, 32), nn.Tanh(), nn.Linear(32, 2))
+
+
+PROBLEMS: dict[str, tuple[Callable[[], nn.Module], int, tuple[int, ...], int]] = {
+    "images": (mnist_cnn, 60_000, (1, 28, 28), 10),
+    "table": (table_network, 26_561, (108,), 2),
+}
+
+
+def prepared(problem: str) -> tuple[nn.Module, TensorDataset]:
+    make, records, shape, classes = PROBLEMS[problem]
+    generator = torch.Generator().manual_seed(0)
+    x, y = (
+        torch.rand(records, *shape, generator=generator),
+        torch.randint(0, classes, (records,), generator=generator),
+    )
+    torch.manual_seed(0)
+    return make(), TensorDataset(x, y)
+
+
+def training(problem: str, way: str) -> Callable[[], None]:
+    """Returns a function that takes one step of a training with Opacus, watched in this way."""
+    network, data = prepared(problem)
+    criterion = nn.CrossEntropyLoss()
+    model, optimizer, loader = PrivacyEngine().make_private(
+        module=network,
+        optimizer=torch.optim.SGD(network.parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_size=round(RATE * len(data))),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    if way == "removed":
+        watch(optimizer, loader, criterion)
+    elif way == "both":
+        worlds: dict[str, Any] = {"part": Replacement(0.5, range(3))}
+        watch(optimizer, loader, criterion, measure=Measuring(model, EPOCHS, worlds=worlds, information=True))
+    batches = chain.from_iterable(repeat(loader))
+
+    def step() -> None:
+        inputs, targets = next(batches)
+        optimizer.zero_grad()
+        criterion(model(inputs), targets).backward()
+        optimizer.step()
+
+    return step
+
+
+def peak_memory(problem: str, way: str, steps: int) -> int:
+    """Returns the peak memory of a process that trains in this way, in kilobytes; "nothing": of one that does not."""
+    if way == "nothing":
+        prepared(problem)
+    else:
+        step = training(problem, way)
+        for _ in range(FIRST + steps):
+            step()
+    # not getrusage: its peak counts the process that started this one
+    (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(peak)
+
+
+def in_child(problem: str, way: str, steps: int) -> int:
+    command = [sys.executable, __file__, "--child", problem, way, "--steps", str(steps)]
+    return int(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=[*PROBLEMS])
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.child:
+        print(peak_memory(*asked.child, asked.steps))
+        return
+    print(f"{torch.get_num_threads()} threads, {asked.rounds} rounds of {asked.steps} steps, in turns step by step")
+    for problem in asked.problems:
+        ratios: dict[str, list[float]] = {way: [] for way in TARGETS}
+        alone = []
+        for _ in range(asked.rounds):
+            ways = {way: training(problem, way) for way in ("alone", *TARGETS)}
+            taken = dict.fromkeys(ways, 0.0)
+            for number in range(FIRST + asked.steps):
+                for way, step in ways.items():
+                    start = time.perf_counter()
+                    step()
+                    if number >= FIRST:
+                        taken[way] += time.perf_counter() - start
+            alone.append(taken["alone"] / asked.steps)
+            for way, found in ratios.items():
+                found.append(taken[way] / taken["alone"])
+        nothing, plain = (in_child(problem, way, asked.steps) for way in ("nothing", "alone"))
+        print(f"{problem}: Opacus alone {1e3 * median(alone):.2f} ms a step, {(plain - nothing) / 1024:.0f} MB")
+        for way, (time_target, memory_target) in TARGETS.items():
+            memory = (in_child(problem, way, asked.steps) - nothing) / (plain - nothing)
+            spread = f"{min(ratios[way]):.3f} to {max(ratios[way]):.3f}"
+            print(
+                f"    {way}: {median(ratios[way]):.3f} times that ({spread}; target {time_target:g}), "
+                f"memory {memory:.2f} times (target {memory_target:g})",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
