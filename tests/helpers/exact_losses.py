@@ -104,7 +104,8 @@ def exact_delta(steps: Sequence[tuple[Step, int]], epsilon: float, accuracy: flo
         value = np.exp(log_value) / ((tilt + 1j * omega) * (tilt + 1 + 1j * omega))
         total, at = total + width / 2 * float(WEIGHTS @ value.real), at + width
         if float(np.max(np.abs(value))) * at < accuracy * abs(total):
-            return math.exp(min(log_size + math.log(total / math.pi), 0.0))
+            # beyond the largest loss only rounding is left
+            return math.exp(min(log_size + math.log(total / math.pi), 0.0)) if total > 0 else 0.0
         if cell % 4 == 3:
             width = min(2 * width, widest)
     return math.nan
