@@ -185,6 +185,28 @@ def test_another_training_on_the_same_parameters_is_found() -> None:
     other.train(1)
 
 
+class Outer(torch.optim.Optimizer):
+    """Takes the steps of another optimizer, as Lookahead does, and calls no constructor."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.defaults, self.state, self.param_groups = inner, {}, inner.state, inner.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+def test_optimizers_around_others_are_exact() -> None:
+    inner = network()
+    made = private(network=inner, optimizer=Outer(torch.optim.SGD(inner.parameters(), lr=0.5)))
+    ledger = made.watch()
+    made.train()
+    exact = exact_divergence(made, ledger.accountant.account.sample_rate)
+    torch.testing.assert_close(measured(ledger), exact, rtol=1e-6, atol=0)
+
+
 def test_accountant_does_not_count_another_training() -> None:
     made = private()
     ledger = made.watch()
