@@ -57,8 +57,9 @@ def test_seed_that_is_set_again_after_a_restart_is_refused() -> None:
         again.train(1)
     with pytest.raises(InputError, match="state must have its noise states"):
         private().watch().load_state_dict({**state, "noise_states": None})
-    with pytest.raises(InputError, match="state must have the smallest and the largest clip norm"):
-        private().watch().load_state_dict({**state, "bounds": []})
+    for bounds in ([], None, 3):
+        with pytest.raises(InputError, match="state must have the smallest and the largest clip norm"):
+            private().watch().load_state_dict({**state, "bounds": bounds})
 
 
 def test_noise_generator_of_ones_own_is_watched_too() -> None:

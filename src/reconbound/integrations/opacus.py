@@ -383,9 +383,10 @@ class OpacusLedger:
         steps, finished = state.get("steps"), state.get("finished")
         if type(steps) is not int or steps < 0 or type(finished) is not bool or (finished and not steps):
             raise InputError("state", "must have its number of steps", (steps, finished))
-        bounds = [number("bounds", bound, above=0.0) for bound in state.get("bounds", ())]
-        if len(bounds) != (2 if steps else 0):
+        bounds = state.get("bounds")
+        if not isinstance(bounds, list) or len(bounds) != (2 if steps else 0):
             raise InputError("state", "must have the smallest and the largest clip norm", bounds)
+        bounds = [number("bounds", bound, above=0.0) for bound in bounds]
         states = NoiseStates(self._optimizer)
         states.restore(state.get("noise_states"))
         self._ledger.restore(state.get("tensors"), int(finished))  # type: ignore[arg-type]
