@@ -1,4 +1,4 @@
-"""What must not change while a ledger is kept beside Opacus, and what must not come twice."""
+"""Guards of a ledger beside Opacus: settings that must not change, noise that must not come twice."""
 
 from __future__ import annotations
 
