@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from scipy import stats
 from reconbound._internal.checks import InputError
 from reconbound._internal.rng import checked_seed, derive, new_seed, numbers_of, torch_stream
 from reconbound.accounting.measurement_plan import Blocks, batch_weight, checked_budget
-from reconbound.training.sampling import FixedSize, Poisson, ShuffledEpochs, make_sampler
+from reconbound.training.sampling import Ahead, FixedSize, Poisson, ShuffledEpochs, make_plans, make_sampler
+from reconbound.training.settings import Settings
+from reconbound.validate.model import ReconboundWarning
 
 SAMPLERS = [Poisson(40, 0.2), FixedSize(40, 8), ShuffledEpochs(40, 7)]
 
@@ -197,3 +200,41 @@ def test_steps_are_measured_at_their_rate() -> None:
 def test_impossible_budgets_are_refused(budget) -> None:
     with pytest.raises(InputError, match="budget"):
         checked_budget(budget)
+
+
+@pytest.mark.parametrize("sampler", [Poisson(50, 0.2), FixedSize(50, 7), ShuffledEpochs(50, 7)])
+def test_batches_drawn_ahead_are_the_same(sampler: Any) -> None:
+    ahead = Ahead(sampler)
+    for seed, step in [(1, 0), (1, 1), (1, 2), (1, 9), (1, 10), (2, 11), (2, 12), (1, 12), (1, 12)]:
+        assert torch.equal(ahead.batch(seed, step), sampler.batch(seed, step))
+
+
+def plans(steps: int, budget: float = 0.15, worlds: int = 0, rules: Any = (), counts: Any = (), n: int = 60_000) -> Any:
+    settings = Settings(1.0, 1.0, 0.01, budget=budget, rules=rules)
+    return make_plans(settings, Poisson(n, 0.01), counts or (steps,), worlds)
+
+
+def test_measuring_that_costs_more_than_a_short_run_is_told_beforehand() -> None:
+    """100 steps at q = 0.01 draw each record once, and measure each once: 2.5 gradients beside one."""
+    with pytest.warns(
+        ReconboundWarning, match=r"60,000 records .* about 2.5 times .* 100 steps .*drawn 1 times"
+    ) as all_:
+        plans(100)
+    assert 'budget=("steps", 0.15) measures the batches of 15 % of the steps instead, for about 0.4' in str(
+        all_[0].message
+    )
+    with pytest.warns(ReconboundWarning, match="about 4.5 times"):
+        plans(100, worlds=1)
+    with pytest.warns(ReconboundWarning, match="about 2.0 times"):
+        plans(100, worlds=1, rules=None)
+    with pytest.warns(ReconboundWarning, match="about 1.7 times what the 300 steps"):
+        plans(300, counts=(100, 300))
+
+
+def test_measuring_that_was_asked_for_or_is_little_is_not_told() -> None:
+    plans(250)  # 2.5 gradients of 2.5
+    plans(1000)
+    plans(100, budget=1.0)  # as often as trained on
+    plans(100, n=9_999)
+    plans(100, rules=None)
+    assert make_plans(Settings(1.0, 1.0, 0.01, budget="every"), Poisson(60_000, 0.01), (100,), 0) == (None, None)

@@ -10,17 +10,24 @@ whoever takes part) and the number of steps in which a record is expected to be 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 import torch
 from scipy import stats
 from torch import Tensor
 
-from reconbound._internal.checks import InputError, choice, number, rounded_up, whole
+from reconbound._internal.checks import InputError, choice, number, rounded_up, warn_user, whole
 from reconbound._internal.rng import numbers_of
-from reconbound.accounting.measurement_plan import Blocks
+from reconbound.accounting.measurement_plan import Blocks, Plans, Segments
 from reconbound.accounting.spec import Account, MechanismSpec
+from reconbound.validate.model import ReconboundWarning
+
+if TYPE_CHECKING:
+    from reconbound.training.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -114,6 +121,25 @@ class ShuffledEpochs(FixedSize):
 Sampler = Poisson | FixedSize
 
 
+class Ahead:
+    """Draws the batches of a sampler a step ahead, in a thread of its own, while a GPU and Python are busy.
+
+    Args:
+        sampler: of the batches, which are the same with and without this.
+    """
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler, self._thread = sampler, ThreadPoolExecutor(1)
+        self._next: tuple[tuple[int, int], Future[Tensor]] | None = None
+
+    def batch(self, seed: int, step: int) -> Tensor:
+        """Returns the sampler's batch of this step, and begins the next one."""
+        drawn, self._next = self._next, None
+        found = drawn[1].result() if drawn is not None and drawn[0] == (seed, step) else self.sampler.batch(seed, step)
+        self._next = (seed, step + 1), self._thread.submit(self.sampler.batch, seed, step + 1)
+        return found
+
+
 def steps_of(sampler: Sampler, epochs: float) -> int:
     """Returns the number of steps of a number of epochs, rounded up.
 
@@ -176,6 +202,28 @@ def make_plan(budget: float, sampler: Sampler, steps: int) -> Blocks:
     """
     records, rate = sampler.records, sampler.sample_rate
     return Blocks(records, rate, steps, budget, max(1, min(records, round(rate * records))))
+
+
+def make_plans(settings: Settings, sampler: Sampler, counts: Sequence[int], worlds: int) -> Plans:
+    """Returns the plans of measurements; none where each batch itself is measured.
+
+    Warns where a plan costs more than the training, which its budget does not ask for.
+
+    Args:
+        settings: of the training.
+        sampler: of its batches.
+        counts: step counts at which blocks end, ascending; the last is the run's length.
+        worlds: the number of replaced worlds. A distance takes a gradient in each world, an information one.
+    """
+    if not isinstance(settings.budget, float):
+        return Plans()
+    informed, apart = (make_plan(settings.budget / n, sampler, counts[-1]) for n in (1, 1 + worlds))
+    parts = [plan if len(counts) == 1 else Segments.of(plan, counts) for plan in (informed, apart)]
+    plans = Plans(parts[0] if settings.rules is not None else None, parts[1] if worlds else None)
+    excess = plans.describe_excess(worlds)
+    if excess is not None:
+        warn_user(excess, ReconboundWarning)
+    return plans
 
 
 def make_sampler(name: str, records: int, sample_rate: float) -> Sampler:

@@ -81,6 +81,20 @@ class Rows:
                 buffer.copy_(send(source.detach().index_select(0, padded.to(source.device)), self.device))
 
 
+def near(data: tuple[Any, Any], device: torch.device) -> tuple[Any, Any]:
+    """Returns data on the GPU if they fit into a quarter of its free memory, and otherwise where they are.
+
+    Args:
+        data: as in Rows.
+        device: where rows are needed.
+    """
+    size = sum(leaf.numel() * leaf.element_size() for leaf in _tensors(data) if leaf.device != device)
+    if device.type != "cuda" or 4 * size > torch.cuda.mem_get_info(device)[0]:
+        return data
+    moved: tuple[Any, Any] = tree_map_only(Tensor, lambda leaf: leaf.to(device), data)
+    return moved
+
+
 class StaticWork:
     """A function of records whose shapes are one of a few, computed as a CUDA graph on a GPU.
 

@@ -19,7 +19,7 @@ from reconbound.fisher.probes import draw_input_probes, draw_probes
 from reconbound.fisher.sums import ClippedSum
 from reconbound.fisher.worlds import StepDistances, changed_batch
 from reconbound.training.finite import all_finite
-from reconbound.training.static import Found, Rows, StaticWork
+from reconbound.training.static import Found, Rows, StaticWork, near
 from reconbound.validate.private import Problem, as_private, private_part
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class StaticStep:
         self._templates: dict[str, Any] = {}  # what is not a tensor in results
         self._probes: list[Any] = []
         made: dict[str, Any] = {"pool": torch.cuda.graph_pool_handle() if m.device.type == "cuda" else None}
-        about = (m.model, (m.inputs, m.targets), sizes)
+        about = (m.model, near((m.inputs, m.targets), m.device), sizes)
         self._sums = StaticWork(*about, self._gradient_sum, **made)
         self._informed = self._apart = None
         if m.settings.rules is not None and not m.kept.spectral:  # spectral norms draw inside
