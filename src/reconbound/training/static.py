@@ -81,18 +81,38 @@ class Rows:
                 buffer.copy_(send(source.detach().index_select(0, padded.to(source.device)), self.device))
 
 
-def near(data: tuple[Any, Any], device: torch.device) -> tuple[Any, Any]:
-    """Returns data on the GPU if they fit into a quarter of its free memory, and otherwise where they are.
+class Near:
+    """Data on the device: copied to a GPU if they fit into a quarter of its free memory, otherwise left where they are.
 
     Args:
-        data: as in Rows.
+        source: inputs and targets, as in Rows.
         device: where rows are needed.
+
+    Attributes:
+        data: the source, or its copy.
     """
-    size = sum(leaf.numel() * leaf.element_size() for leaf in _tensors(data) if leaf.device != device)
-    if device.type != "cuda" or 4 * size > torch.cuda.mem_get_info(device)[0]:
-        return data
-    moved: tuple[Any, Any] = tree_map_only(Tensor, lambda leaf: leaf.to(device), data)
-    return moved
+
+    def __init__(self, source: tuple[Any, Any], device: torch.device) -> None:
+        self._sources = _tensors(source)
+        size = sum(leaf.numel() * leaf.element_size() for leaf in self._sources if leaf.device != device)
+        self.data = source
+        if device.type != "cpu" and 4 * size <= free_memory(device):
+            self.data = tree_map_only(Tensor, lambda leaf: leaf.detach().to(device), source)
+        self._versions = [leaf._version for leaf in self._sources]
+
+    def refresh(self) -> None:
+        """Copies again what has been changed in place since."""
+        versions = [leaf._version for leaf in self._sources]
+        if versions != self._versions:
+            self._versions = versions
+            for leaf, own in zip(self._sources, _tensors(self.data), strict=True):
+                if own.device != leaf.device:
+                    own.copy_(leaf.detach())
+
+
+def free_memory(device: torch.device) -> int:
+    """Returns the free bytes of a GPU."""
+    return int(torch.cuda.mem_get_info(device)[0])
 
 
 class StaticWork:
@@ -124,6 +144,7 @@ class StaticWork:
         self.model, self.data, self.sizes, self.pool = model, data, tuple(sizes), pool
         self.function, self.prepare = function, prepare
         self.device = next(model.parameters()).device
+        self.graphs = self.device.type == "cuda"
         self.eager = False  # from now on
         self._calls, self._moves = 0, 0
         self._place: tuple[Any, ...] = ()
@@ -154,7 +175,7 @@ class StaticWork:
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError) as reason:  # the eager computation raises the function's own again
-            if self.device.type != "cuda" and not isinstance(reason, ValueError):
+            if not self.graphs and not isinstance(reason, ValueError):
                 raise
             why = f"cannot be computed at fixed shapes ({(str(reason) or type(reason).__name__).splitlines()[0][:200]})"
         self._give_up(why)
@@ -171,7 +192,7 @@ class StaticWork:
         rows, graph, found = (Rows(self.data, size, self.device), None, {}) if new else self._recorded[size]
         rows.fill(records)
         self.prepare(rows)
-        if self.device.type == "cuda":
+        if self.graphs:
             if graph is None:
                 buffers = [buffer.clone() for buffer in self.model.buffers()]
                 graph, found = capture(lambda: self.function(rows), self.device, self.pool)

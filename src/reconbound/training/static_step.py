@@ -19,7 +19,7 @@ from reconbound.fisher.probes import draw_input_probes, draw_probes
 from reconbound.fisher.sums import ClippedSum
 from reconbound.fisher.worlds import StepDistances, changed_batch
 from reconbound.training.finite import all_finite
-from reconbound.training.static import Found, Rows, StaticWork, near
+from reconbound.training.static import Found, Near, Rows, StaticWork
 from reconbound.validate.private import Problem, as_private, private_part
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ class StaticStep:
         self._templates: dict[str, Any] = {}  # what is not a tensor in results
         self._probes: list[Any] = []
         made: dict[str, Any] = {"pool": torch.cuda.graph_pool_handle() if m.device.type == "cuda" else None}
-        about = (m.model, near((m.inputs, m.targets), m.device), sizes)
+        self._near = Near((m.inputs, m.targets), m.device)
+        about = (m.model, self._near.data, sizes)
         self._sums = StaticWork(*about, self._gradient_sum, **made)
         self._informed = self._apart = None
         if m.settings.rules is not None and not m.kept.spectral:  # spectral norms draw inside
@@ -54,6 +55,7 @@ class StaticStep:
         Args:
             records: their indices, in main memory.
         """
+        self._near.refresh()
         found = self._sums(records)
         if found is None:
             return None
@@ -69,6 +71,7 @@ class StaticStep:
         """
         if self._informed is None or self._informed.eager:
             return None
+        self._near.refresh()
         before = generator.get_state()
         self._draw(generator)
         found = self._informed(records)
@@ -84,6 +87,7 @@ class StaticStep:
         Args:
             records: their indices, in main memory.
         """
+        self._near.refresh()
         found = None if self._apart is None else self._apart(records)
         if found is None:
             return None
