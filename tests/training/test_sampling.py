@@ -14,7 +14,7 @@ from scipy import stats
 from reconbound._internal.checks import InputError
 from reconbound._internal.rng import checked_seed, derive, new_seed, numbers_of, torch_stream
 from reconbound.accounting.measurement_plan import Blocks, batch_weight, checked_budget
-from reconbound.training.sampling import Ahead, FixedSize, Poisson, ShuffledEpochs, make_plans, make_sampler
+from reconbound.training.sampling import FixedSize, Poisson, ShuffledEpochs, make_plans, make_sampler
 from reconbound.training.settings import Settings
 from reconbound.validate.model import ReconboundWarning
 
@@ -202,11 +202,25 @@ def test_impossible_budgets_are_refused(budget) -> None:
         checked_budget(budget)
 
 
-@pytest.mark.parametrize("sampler", [Poisson(50, 0.2), FixedSize(50, 7), ShuffledEpochs(50, 7)])
-def test_batches_drawn_ahead_are_the_same(sampler: Any) -> None:
-    ahead = Ahead(sampler)
-    for seed, step in [(1, 0), (1, 1), (1, 2), (1, 9), (1, 10), (2, 11), (2, 12), (1, 12), (1, 12)]:
-        assert torch.equal(ahead.batch(seed, step), sampler.batch(seed, step))
+@pytest.mark.parametrize(("n", "q"), [(1, 0.3), (7, 0.999), (40, 0.5), (1000, 1e-3), (100_000, 0.01), (10**9, 1e-30)])
+def test_gaps_of_poisson_batches_are_geometric(n: int, q: float) -> None:
+    """Chances of the first record and of gaps, and no record twice or out of range; batches of any size end."""
+    gaps, firsts, steps = [], [], 400 if n <= 1000 else 20
+    for t in range(steps):
+        batch = Poisson(n, q).batch(5, t).numpy()
+        assert len(batch) == 0 or (batch[0] >= 0 and batch[-1] < n)
+        assert bool((np.diff(batch) > 0).all())
+        gaps.append(np.diff(batch))
+        firsts.append(batch[0] if len(batch) else n)
+    all_gaps = np.concatenate(gaps)
+    if n == 100_000:
+        expected = stats.geom.pmf(np.arange(1, 400), q) * len(all_gaps)
+        observed = np.bincount(all_gaps, minlength=400)[1:400]
+        statistic = ((observed - expected) ** 2 / expected).sum()
+        assert stats.chi2.sf(statistic, len(expected)) > 1e-4
+    chance = 1 - (1 - q) ** n  # that there is one
+    count = sum(first < n for first in firsts)
+    assert abs(count - steps * chance) <= 5 * math.sqrt(steps * chance * (1 - chance)) + 1e-9
 
 
 def plans(steps: int, budget: float = 0.15, worlds: int = 0, rules: Any = (), counts: Any = (), n: int = 60_000) -> Any:

@@ -30,7 +30,7 @@ from reconbound.fisher.worlds import NO_WORLDS, REMOVED, World, check_worlds
 from reconbound.training import checkpoint as checkpoints
 from reconbound.training import noise as noises
 from reconbound.training import settings as given
-from reconbound.training.sampling import Ahead, make_account, make_plans, make_sampler, padded_sizes, steps_of
+from reconbound.training.sampling import make_account, make_plans, make_sampler, padded_sizes, steps_of
 from reconbound.training.settings import Callback, Fault, Settings, reset_parameters
 from reconbound.training.step import Kept, LossFn, Measurer, StepWork
 from reconbound.validate.model import ReconboundWarning
@@ -139,7 +139,6 @@ class PrivateSGD:
         kept = Kept(not (isinstance(diagonal, str) and diagonal == "none"), spectral, self.worlds or NO_WORLDS)
         self.measurer = Measurer(model, loss_fn, (self.inputs, self.targets), settings, private, kept=kept, check=check)
         self.features = self.measurer.features
-        self._batches = Ahead(self.sampler) if self.device.type == "cuda" else self.sampler
         if self.device.type == "cuda":
             self.measurer.replay(padded_sizes(self.sampler))
         self._ledger: FisherAccountant | None = None
@@ -279,7 +278,7 @@ class PrivateSGD:
         sizes = given.row_counts(self.inputs, self.targets)
         if sizes != {self.records}:
             self._fail(f"the data had {self.records} records and have {sorted(sizes)} now")
-        batch, now = self._batches.batch(self.run_seed, self.step), (self.run_seed, self.step)
+        batch, now = self.sampler.batch(self.run_seed, self.step), (self.run_seed, self.step)
         with self._placed():
             self.measurer.checks.step = self.step
             work = self.measurer.compute_step(batch, *now, self.accountant, self.plans)

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from scipy import stats
 from torch import Tensor
@@ -57,9 +57,21 @@ class Poisson:
         return 1 / self.sample_rate
 
     def batch(self, seed: int, step: int) -> Tensor:
-        # 53 random bits: with the 24 of float32 a rate of 1e-9 would never, or far too often, draw anybody
-        u = numbers_of(seed, "batch", step).random(self.records)
-        return torch.from_numpy((u < self.sample_rate).nonzero()[0])
+        """Draws the gaps between the records of the batch, which are geometric: as many numbers as it has records.
+
+        P(gap > k) = (1−q)ᵏ,     gap = ⌊ln(1−u)/ln(1−q)⌋ + 1,   u uniform with 53 bits
+        """
+        n, q = self.records, self.sample_rate
+        if q == 1:
+            return torch.arange(n)
+        rng, found, last = numbers_of(seed, "batch", step), [np.zeros(0)], -1.0
+        while last < n - 1:
+            mean = (n - 1 - last) * q
+            u = rng.random(math.ceil(mean + 6 * math.sqrt(mean)) + 4)
+            found.append(last + np.cumsum(np.floor(np.log1p(-u) / math.log1p(-q)) + 1))
+            last = float(found[-1][-1])
+        places = np.concatenate(found)
+        return torch.from_numpy(places[places < n].astype(np.int64))
 
 
 @dataclass(frozen=True)
@@ -119,25 +131,6 @@ class ShuffledEpochs(FixedSize):
 
 
 Sampler = Poisson | FixedSize
-
-
-class Ahead:
-    """Draws the batches of a sampler a step ahead, in a thread of its own, while a GPU and Python are busy.
-
-    Args:
-        sampler: of the batches, which are the same with and without this.
-    """
-
-    def __init__(self, sampler: Sampler) -> None:
-        self.sampler, self._thread = sampler, ThreadPoolExecutor(1)
-        self._next: tuple[tuple[int, int], Future[Tensor]] | None = None
-
-    def batch(self, seed: int, step: int) -> Tensor:
-        """Returns the sampler's batch of this step, and begins the next one."""
-        drawn, self._next = self._next, None
-        found = drawn[1].result() if drawn is not None and drawn[0] == (seed, step) else self.sampler.batch(seed, step)
-        self._next = (seed, step + 1), self._thread.submit(self.sampler.batch, seed, step + 1)
-        return found
 
 
 def steps_of(sampler: Sampler, epochs: float) -> int:
