@@ -128,7 +128,6 @@ class StaticWork:
         sizes: ascending.
         function: rows → tensors by name, of which "total" and "norm" are compared. It must not wait for the device.
         prepare: called with the rows before each call, for what a graph must not contain.
-        pool: shares the memory of its graphs with others, never two at a time.
     """
 
     def __init__(
@@ -139,15 +138,15 @@ class StaticWork:
         function: Callable[[Rows], Found],
         *,
         prepare: Callable[[Rows], None] = lambda rows: None,
-        pool: Any = None,
     ) -> None:
-        self.model, self.data, self.sizes, self.pool = model, data, tuple(sizes), pool
+        self.model, self.data, self.sizes = model, data, tuple(sizes)
         self.function, self.prepare = function, prepare
         self.device = next(model.parameters()).device
         self.graphs = self.device.type == "cuda"
         self.eager = False  # from now on
         self._calls, self._moves = 0, 0
-        self._place: tuple[Any, ...] = ()
+        self._place: list[Any] = []
+        self.pool: Any = None  # of all its graphs: their tensors are copied before the next replay
         self._recorded: dict[int, tuple[Rows, torch.cuda.CUDAGraph | None, Found]] = {}
 
     def __call__(self, records: Tensor) -> Found | None:
@@ -156,10 +155,10 @@ class StaticWork:
         Args:
             records: their indices, in main memory.
         """
+        self._forget_if_moved()
         size = None if self.eager or len(records) == 0 else self._size(len(records))
         if size is None:
             return None
-        self._forget_if_moved()
         try:
             found, new = self._replayed(records, size)
             self._calls += 1
@@ -172,8 +171,6 @@ class StaticWork:
             if not differ(found, self.function(alone)):
                 return found
             why = "depends on more than its records and parameters, which a CUDA graph cannot follow"
-        except torch.OutOfMemoryError:
-            raise
         except (RuntimeError, ValueError) as reason:  # the eager computation raises the function's own again
             if not self.graphs and not isinstance(reason, ValueError):
                 raise
@@ -207,19 +204,22 @@ class StaticWork:
 
     def _forget_if_moved(self) -> None:
         """Drops graphs that would read memory that is no longer the model's, or a model in another mode."""
-        tensors = (*self.model.parameters(), *self.model.buffers())
-        place = (
-            *((t.data_ptr(), t.requires_grad) for t in tensors),
-            *(module.training for module in self.model.modules()),
-        )
+        if self.eager:
+            return
+        place: list[Any] = []
+        for module in self.model.modules():
+            tensors = (*module._parameters.values(), *module._buffers.values())
+            place += [module.training, *((t.data_ptr(), t.requires_grad) for t in tensors if t is not None)]
         if place != self._place:
             self._moves += bool(self._place)
-            self._place, self._recorded = place, {}
+            self._place, self._recorded, self.pool = place, {}, new_pool(self.device)
             if self._moves > _MOVES:
                 self._give_up("has parameters or buffers that are replaced again and again, not changed in place")
 
     def _give_up(self, why: str) -> None:
         self.eager, self._recorded = True, {}
+        if self.graphs:
+            torch.cuda.empty_cache()  # of the memory of graphs, which nothing else may use
         what = f"the work of a step of this {type(self.model).__name__} {why}"
         warn_user(f"{what}: it is computed eagerly, with the same results, more slowly", ReconboundWarning)
 
@@ -240,6 +240,11 @@ def differ(found: Found, other: Found) -> bool:
     a, b = found["total"].double(), other["total"].detach().double()
     least = _LEAST * float(other["norm"].detach().double().sum())
     return float((a - b).norm()) > _ROUNDING * float(b.norm()) + least
+
+
+def new_pool(device: torch.device) -> Any:
+    """Returns memory for graphs that are never replayed two at a time; None where there are none."""
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
 def capture(function: Callable[[], Any], device: torch.device, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Any]:

@@ -39,15 +39,14 @@ class StaticStep:
         self.widths = {name: p.numel() for name, p in m.params.items()}
         self._templates: dict[str, Any] = {}  # what is not a tensor in results
         self._probes: list[Any] = []
-        made: dict[str, Any] = {"pool": torch.cuda.graph_pool_handle() if m.device.type == "cuda" else None}
         self._near = Near((m.inputs, m.targets), m.device)
         about = (m.model, self._near.data, sizes)
-        self._sums = StaticWork(*about, self._gradient_sum, **made)
+        self._sums = StaticWork(*about, self._gradient_sum)
         self._informed = self._apart = None
         if m.settings.rules is not None and not m.kept.spectral:  # spectral norms draw inside
-            self._informed = StaticWork(*about, self._information, **made)
+            self._informed = StaticWork(*about, self._information)
         if m.worlds:
-            self._apart = StaticWork(*about, self._distances, prepare=self._change, **made)
+            self._apart = StaticWork(*about, self._distances, prepare=self._change)
 
     def gradient_sum(self, records: Tensor) -> tuple[ClippedSum, Tensor] | None:
         """Returns the clipped sum of these records, and whether its numbers are finite.
