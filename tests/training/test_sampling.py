@@ -14,11 +14,11 @@ from scipy import stats
 from reconbound._internal.checks import InputError
 from reconbound._internal.rng import checked_seed, derive, new_seed, numbers_of, torch_stream
 from reconbound.accounting.measurement_plan import Blocks, batch_weight, checked_budget
-from reconbound.training.sampling import FixedSize, Poisson, ShuffledEpochs, make_plans, make_sampler
+from reconbound.training.sampling import FixedSize, Poisson, ShuffledEpochs, make_plans, make_sampler, with_gaps
 from reconbound.training.settings import Settings
 from reconbound.validate.model import ReconboundWarning
 
-SAMPLERS = [Poisson(40, 0.2), FixedSize(40, 8), ShuffledEpochs(40, 7)]
+SAMPLERS = [Poisson(40, 0.2), Poisson(40, 0.2, by_gaps=True), FixedSize(40, 8), ShuffledEpochs(40, 7)]
 
 
 def drawn(sampler, steps: int, seed: int = 0) -> np.ndarray:
@@ -38,9 +38,10 @@ def test_batches_are_functions_of_seed_and_step(sampler) -> None:
     assert all(b.dtype == torch.int64 and b.unique().numel() == b.numel() for b in batches)
 
 
-def test_poisson_records_are_drawn_independently_at_the_rate() -> None:
+@pytest.mark.parametrize("by_gaps", [False, True])
+def test_poisson_records_are_drawn_independently_at_the_rate(by_gaps: bool) -> None:
     steps, q = 4000, 0.2
-    found = drawn(Poisson(30, q), steps)
+    found = drawn(Poisson(30, q, by_gaps), steps)
     error = math.sqrt(q * (1 - q) / steps)
     assert np.abs(found.mean(0) - q).max() < 4.5 * error  # 30 records: 4.5 standard errors
     sizes = found.sum(1)
@@ -56,12 +57,13 @@ def test_poisson_records_are_drawn_independently_at_the_rate() -> None:
     assert np.abs(after).max() < 4.5 / math.sqrt(steps)  # successive steps
 
 
-def test_poisson_at_a_tiny_rate() -> None:
+@pytest.mark.parametrize("by_gaps", [False, True])
+def test_poisson_at_a_tiny_rate(by_gaps: bool) -> None:
     n, q, steps = 1_000_000, 2e-6, 300
-    count = sum(len(Poisson(n, q).batch(1, t)) for t in range(steps))
+    count = sum(len(Poisson(n, q, by_gaps).batch(1, t)) for t in range(steps))
     mean = n * q * steps
     assert abs(count - mean) < 5 * math.sqrt(mean)
-    assert sum(len(Poisson(n, 1e-12).batch(1, t)) for t in range(50)) == 0
+    assert sum(len(Poisson(n, 1e-12, by_gaps).batch(1, t)) for t in range(50)) == 0
 
 
 def test_fixed_size_sets_are_uniform() -> None:
@@ -207,7 +209,7 @@ def test_gaps_of_poisson_batches_are_geometric(n: int, q: float) -> None:
     """Chances of the first record and of gaps, and no record twice or out of range; batches of any size end."""
     gaps, firsts, steps = [], [], 400 if n <= 1000 else 20
     for t in range(steps):
-        batch = Poisson(n, q).batch(5, t).numpy()
+        batch = Poisson(n, q, by_gaps=True).batch(5, t).numpy()
         assert len(batch) == 0 or (batch[0] >= 0 and batch[-1] < n)
         assert bool((np.diff(batch) > 0).all())
         gaps.append(np.diff(batch))
@@ -252,3 +254,9 @@ def test_measuring_that_was_asked_for_or_is_little_is_not_told() -> None:
     plans(100, n=9_999)
     plans(100, rules=None)
     assert make_plans(Settings(1.0, 1.0, 0.01, budget="every"), Poisson(60_000, 0.01), (100,), 0) == (None, None)
+
+
+def test_only_poisson_batches_are_drawn_by_gaps() -> None:
+    assert with_gaps(Poisson(40, 0.2)) == Poisson(40, 0.2, by_gaps=True)
+    assert with_gaps(FixedSize(40, 8)) == FixedSize(40, 8)
+    assert Poisson(40, 1.0, by_gaps=True).batch(1, 0).tolist() == list(range(40))

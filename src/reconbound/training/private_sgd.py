@@ -30,7 +30,7 @@ from reconbound.fisher.worlds import NO_WORLDS, REMOVED, World, check_worlds
 from reconbound.training import checkpoint as checkpoints
 from reconbound.training import noise as noises
 from reconbound.training import settings as given
-from reconbound.training.sampling import make_account, make_plans, make_sampler, padded_sizes, steps_of
+from reconbound.training.sampling import make_account, make_plans, make_sampler, padded_sizes, steps_of, with_gaps
 from reconbound.training.settings import Callback, Fault, Settings, reset_parameters
 from reconbound.training.step import Kept, LossFn, Measurer, StepWork
 from reconbound.validate.model import ReconboundWarning
@@ -140,6 +140,7 @@ class PrivateSGD:
         self.measurer = Measurer(model, loss_fn, (self.inputs, self.targets), settings, private, kept=kept, check=check)
         self.features = self.measurer.features
         if self.device.type == "cuda":
+            self.sampler = with_gaps(self.sampler)
             self.measurer.replay(padded_sizes(self.sampler))
         self._ledger: FisherAccountant | None = None
         self.plans = Plans()

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from scipy import stats
 from torch import Tensor
@@ -34,6 +35,12 @@ if TYPE_CHECKING:
 class Poisson:
     """Poisson sampling: each record takes part with probability q, independently of all others and of all other steps.
 
+    Attributes:
+        records: N.
+        sample_rate: q.
+        by_gaps: draw as many random numbers as the batch has records, in place of N: the same law, other batches. Where
+            a GPU takes the step, N of them would take Python longer than the GPU.
+
     Guarantee: what the exact factors of amplification.py and `SampledGaussian(sampler="poisson")` assume.
 
     >>> Poisson(5, 1.0).batch(seed=0, step=0).tolist()
@@ -43,6 +50,7 @@ class Poisson:
     name = "poisson"
     records: int
     sample_rate: float
+    by_gaps: bool = False
 
     def __post_init__(self) -> None:
         whole("records", self.records)
@@ -57,21 +65,27 @@ class Poisson:
         return 1 / self.sample_rate
 
     def batch(self, seed: int, step: int) -> Tensor:
-        """Draws the gaps between the records of the batch, which are geometric: as many numbers as it has records.
+        rng = numbers_of(seed, "batch", step)
+        if self.by_gaps and self.sample_rate < 1:
+            return torch.from_numpy(_by_gaps(rng, self.records, self.sample_rate))
+        # 53 random bits: with the 24 of float32 a rate of 1e-9 would never, or far too often, draw anybody
+        u = rng.random(self.records)
+        return torch.from_numpy((u < self.sample_rate).nonzero()[0])
 
-        P(gap > k) = (1−q)ᵏ,     gap = ⌊ln(1−u)/ln(1−q)⌋ + 1,   u uniform with 53 bits
-        """
-        n, q = self.records, self.sample_rate
-        if q == 1:
-            return torch.arange(n)
-        rng, found, last = numbers_of(seed, "batch", step), [np.zeros(0)], -1.0
-        while last < n - 1:
-            mean = (n - 1 - last) * q
-            u = rng.random(math.ceil(mean + 6 * math.sqrt(mean)) + 4)
-            found.append(last + np.cumsum(np.floor(np.log1p(-u) / math.log1p(-q)) + 1))
-            last = float(found[-1][-1])
-        places = np.concatenate(found)
-        return torch.from_numpy(places[places < n].astype(np.int64))
+
+def _by_gaps(rng: np.random.Generator, n: int, q: float) -> npt.NDArray[np.int64]:
+    """Draws a Poisson batch by the gaps between its records, which are geometric.
+
+    P(gap > k) = (1−q)ᵏ,     gap = ⌊ln(1−u)/ln(1−q)⌋ + 1,   u uniform with 53 bits
+    """
+    found, last = [np.zeros(0)], -1.0
+    while last < n - 1:
+        mean = (n - 1 - last) * q
+        u = rng.random(math.ceil(mean + 6 * math.sqrt(mean)) + 4)
+        found.append(last + np.cumsum(np.floor(np.log1p(-u) / math.log1p(-q)) + 1))
+        last = float(found[-1][-1])
+    places = np.concatenate(found)
+    return places[places < n].astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -131,6 +145,11 @@ class ShuffledEpochs(FixedSize):
 
 
 Sampler = Poisson | FixedSize
+
+
+def with_gaps(sampler: Sampler) -> Sampler:
+    """Returns a sampler of the same law that draws fewer random numbers, if there is one; its batches are others."""
+    return replace(sampler, by_gaps=True) if isinstance(sampler, Poisson) else sampler
 
 
 def steps_of(sampler: Sampler, epochs: float) -> int:
