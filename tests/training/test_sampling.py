@@ -13,7 +13,7 @@ from scipy import stats
 
 from reconbound._internal.checks import InputError
 from reconbound._internal.rng import checked_seed, derive, new_seed, numbers_of, torch_stream
-from reconbound.accounting.measurement_plan import Blocks, batch_weight, checked_budget
+from reconbound.accounting.measurement_plan import Blocks, Segments, batch_weight, checked_budget
 from reconbound.training.sampling import FixedSize, Poisson, ShuffledEpochs, make_plans, make_sampler, with_gaps
 from reconbound.training.settings import Settings
 from reconbound.validate.model import ReconboundWarning
@@ -225,9 +225,11 @@ def test_gaps_of_poisson_batches_are_geometric(n: int, q: float) -> None:
     assert abs(count - steps * chance) <= 5 * math.sqrt(steps * chance * (1 - chance)) + 1e-9
 
 
-def plans(steps: int, budget: float = 0.15, worlds: int = 0, rules: Any = (), counts: Any = (), n: int = 60_000) -> Any:
+def plans(
+    steps: int, budget: float = 0.15, worlds: int = 0, rules: Any = (), whole_at: Any = (), n: int = 60_000
+) -> Any:
     settings = Settings(1.0, 1.0, 0.01, budget=budget, rules=rules)
-    return make_plans(settings, Poisson(n, 0.01), counts or (steps,), worlds)
+    return make_plans(settings, Poisson(n, 0.01), steps, whole_at, worlds)
 
 
 def test_measuring_that_costs_more_than_a_short_run_is_told_beforehand() -> None:
@@ -244,7 +246,7 @@ def test_measuring_that_costs_more_than_a_short_run_is_told_beforehand() -> None
     with pytest.warns(ReconboundWarning, match="about 2.0 times"):
         plans(100, worlds=1, rules=None)
     with pytest.warns(ReconboundWarning, match="about 1.7 times what the 300 steps"):
-        plans(300, counts=(100, 300))
+        plans(300, whole_at=(100, 300))
 
 
 def test_measuring_that_was_asked_for_or_is_little_is_not_told() -> None:
@@ -253,10 +255,19 @@ def test_measuring_that_was_asked_for_or_is_little_is_not_told() -> None:
     plans(100, budget=1.0)  # as often as trained on
     plans(100, n=9_999)
     plans(100, rules=None)
-    assert make_plans(Settings(1.0, 1.0, 0.01, budget="every"), Poisson(60_000, 0.01), (100,), 0) == (None, None)
+    assert make_plans(Settings(1.0, 1.0, 0.01, budget="every"), Poisson(60_000, 0.01), 100, (), 0) == (None, None)
 
 
 def test_only_poisson_batches_are_drawn_by_gaps() -> None:
     assert with_gaps(Poisson(40, 0.2)) == Poisson(40, 0.2, by_gaps=True)
     assert with_gaps(FixedSize(40, 8)) == FixedSize(40, 8)
     assert Poisson(40, 1.0, by_gaps=True).batch(1, 0).tolist() == list(range(40))
+
+
+def test_a_run_that_is_whole_at_its_end_is_measured_as_a_fleet_measures_it() -> None:
+    """One stretch has the assignment that fleets and sweeps share; a run without stretches has its own."""
+    own, stretch = plans(1000).information, plans(1000, whole_at=(1000,)).information
+    assert isinstance(own, Blocks)
+    assert isinstance(stretch, Segments)
+    assert stretch.weight(5) == own.weight(5)
+    assert any(len(stretch.at(1, t)) != len(own.at(1, t)) for t in range(20))

@@ -381,7 +381,7 @@ class PrivateSGD:
         # within a shuffled epoch the parameters depend on whether a record was seen: only batches can be measured
         ledger.features.followed = ledger.diagonal == "chosen" and s.sampler != "shuffle"
         self._ledger = ledger
-        self.plans = make_plans(s, self.sampler, self.whole_at or (self.steps,), len(self.worlds or ()))
+        self.plans = make_plans(s, self.sampler, self.steps, self.whole_at, len(self.worlds or ()))
 
     def _restart(self) -> None:
         """Creates a new optimizer and schedule, as at the start of a run."""

@@ -216,7 +216,7 @@ def make_plan(budget: float, sampler: Sampler, steps: int) -> Blocks:
     return Blocks(records, rate, steps, budget, max(1, min(records, round(rate * records))))
 
 
-def make_plans(settings: Settings, sampler: Sampler, counts: Sequence[int], worlds: int) -> Plans:
+def make_plans(settings: Settings, sampler: Sampler, steps: int, whole_at: Sequence[int], worlds: int) -> Plans:
     """Returns the plans of measurements; none where each batch itself is measured.
 
     Warns where a plan costs more than the training, which its budget does not ask for.
@@ -224,13 +224,14 @@ def make_plans(settings: Settings, sampler: Sampler, counts: Sequence[int], worl
     Args:
         settings: of the training.
         sampler: of its batches.
-        counts: step counts at which blocks end, ascending; the last is the run's length.
+        steps: T, of one run.
+        whole_at: step counts at which blocks end, ascending, the last of them T; none for blocks of any steps.
         worlds: the number of replaced worlds. A distance takes a gradient in each world, an information one.
     """
     if not isinstance(settings.budget, float):
         return Plans()
-    informed, apart = (make_plan(settings.budget / n, sampler, counts[-1]) for n in (1, 1 + worlds))
-    parts = [plan if len(counts) == 1 else Segments.of(plan, counts) for plan in (informed, apart)]
+    both = [make_plan(settings.budget / n, sampler, steps) for n in (1, 1 + worlds)]
+    parts = [Segments.of(plan, whole_at) if whole_at else plan for plan in both]
     plans = Plans(parts[0] if settings.rules is not None else None, parts[1] if worlds else None)
     excess = plans.describe_excess(worlds)
     if excess is not None:
