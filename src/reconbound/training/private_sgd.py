@@ -23,14 +23,14 @@ from reconbound._internal.checks import InputError, file_path, warn_user, whole
 from reconbound._internal.progress import progress_bar
 from reconbound._internal.rng import GUESSABLE, derive, new_seed, seed_warning, seeded
 from reconbound.accounting.accountant import FisherAccountant
-from reconbound.accounting.measurement_plan import Plans, Segments
+from reconbound.accounting.measurement_plan import Plans
 from reconbound.accounting.spec import checked_counts
 from reconbound.fisher import Private
 from reconbound.fisher.worlds import NO_WORLDS, REMOVED, World, check_worlds
 from reconbound.training import checkpoint as checkpoints
 from reconbound.training import noise as noises
 from reconbound.training import settings as given
-from reconbound.training.sampling import make_account, make_plan, make_sampler, padded_sizes, steps_of
+from reconbound.training.sampling import make_account, make_plans, make_sampler, padded_sizes, steps_of, with_gaps
 from reconbound.training.settings import Callback, Fault, Settings, reset_parameters
 from reconbound.training.step import Kept, LossFn, Measurer, StepWork
 from reconbound.validate.model import ReconboundWarning
@@ -140,6 +140,7 @@ class PrivateSGD:
         self.measurer = Measurer(model, loss_fn, (self.inputs, self.targets), settings, private, kept=kept, check=check)
         self.features = self.measurer.features
         if self.device.type == "cuda":
+            self.sampler = with_gaps(self.sampler)
             self.measurer.replay(padded_sizes(self.sampler))
         self._ledger: FisherAccountant | None = None
         self.plans = Plans()
@@ -299,13 +300,12 @@ class PrivateSGD:
         self._midway = False
 
     def _account(self, ledger: FisherAccountant, batch: Tensor, work: StepWork) -> None:
-        for one in work.information:  # finite, as the measurer has checked
-            ledger.add(one.records, one.found, weight=one.weight, stratified=one.stratified, checked=True)
+        for one in work.information:
+            ledger.add(one.records, one.found, **one.how)
         if work.followed is not None:
             ledger.follow(work.followed)
         for each in work.distances:
-            how: dict[str, Any] = {"weight": each.weight, "stratified": each.stratified, "checked": True}
-            ledger.add_distances(each.records, each.found, **how)
+            ledger.add_distances(each.records, each.found, **each.how)
         if REMOVED in ledger.divergences.worlds and len(batch):
             ledger.divergences.add_norms(batch, work.clipped_norm, 1.0)
 
@@ -381,10 +381,7 @@ class PrivateSGD:
         # within a shuffled epoch the parameters depend on whether a record was seen: only batches can be measured
         ledger.features.followed = ledger.diagonal == "chosen" and s.sampler != "shuffle"
         self._ledger = ledger
-        if isinstance(s.budget, float):  # a distance takes a gradient in each world, an information one
-            worlds = len(self.worlds or ())
-            informed, apart = (make_plan(s.budget / n, self.sampler, self.steps) for n in (1, 1 + worlds))
-            self.plans = Plans(*(Segments.of(p, self.whole_at) if self.whole_at else p for p in (informed, apart)))
+        self.plans = make_plans(s, self.sampler, self.steps, self.whole_at, len(self.worlds or ()))
 
     def _restart(self) -> None:
         """Creates a new optimizer and schedule, as at the start of a run."""

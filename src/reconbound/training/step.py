@@ -47,6 +47,11 @@ class Measured(NamedTuple, Generic[Found]):
     weight: float
     stratified: bool
 
+    @property
+    def how(self) -> dict[str, Any]:
+        """Returns how a ledger is to add it; that its numbers are finite is the measurer's to check."""
+        return {"weight": self.weight, "stratified": self.stratified, "checked": True}
+
 
 @dataclass(frozen=True)
 class Kept:
