@@ -11,9 +11,9 @@ from torch import Tensor
 
 from cases import CASES, Case
 from measuring import measure, sum_clipped
-from reconbound.fisher import DenseInformation, Private, dense_information, draw_probes
+from reconbound.fisher import DenseInformation, Private, covering_method, dense_information, draw_probes
 from reconbound.fisher.passes.layers import ConvRule
-from reconbound.validate.private import Problem, trainable
+from reconbound.validate.private import Problem, as_private, trainable
 from small_models import RECORDS
 
 NOISE = 0.7
@@ -99,7 +99,17 @@ def test_generic_equals_dense(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_mixed_equals_dense(case: Case) -> None:
+    """Also where the layer rules would do: a record is then a batch of one for the model, and a row for the rules."""
+    compare(case, "smooth", "near", method="mixed", micro_batch=3)
+    compare(case, "hard", "near", method="mixed")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_rules_cover_what_they_should(case: Case) -> None:
+    model, inputs, targets = case.make()
+    expected = "auto" if case.layers else "mixed" if case.mixed else "generic"
+    assert covering_method(model, case.loss, inputs, targets, as_private(case.private)) == expected
     if case.layers:
         fast(case, "smooth", "near", method="layers")
     else:
@@ -111,7 +121,7 @@ def test_rules_cover_what_they_should(case: Case) -> None:
 def test_clipped_sum(case: Case) -> None:
     model, inputs, targets = case.make()
     want = fast(case, "hard", "near")
-    for kw in ({"micro_batch": 3}, {"method": "generic"}):
+    for kw in ({"micro_batch": 3}, {"method": "generic"}, {"method": "mixed"}):
         got = sum_clipped(model, case.loss, inputs, targets, max_grad_norm=clip_norm(case, "near"), clip="hard", **kw)
         assert torch.allclose(got.norm, want.norm, rtol=1e-10)
         assert torch.allclose(got.factor, want.factor, rtol=1e-10)

@@ -234,4 +234,18 @@ class EmbeddingRule(LinearRule):
         return None if self.padding_idx is None else (a != self.padding_idx).unsqueeze(-1)
 
 
+@dataclass(frozen=True)
+class CopyRule(LinearRule):
+    """Rule of a parameter of which each record uses a copy of its own: δ (B, *shape) is the record's gradient.
+
+    The copy is treated as a bias, which meets no input.
+    """
+
+    def rows(self, delta: Tensor) -> Tensor:
+        return delta.reshape(delta.shape[0], 1, -1, 1)
+
+    def from_rows(self, rows: Tensor, shape: torch.Size) -> Tensor:
+        return rows.reshape(shape)
+
+
 Rule = LinearRule | ConvRule
