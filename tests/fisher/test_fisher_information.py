@@ -12,6 +12,7 @@ from torch import Tensor
 from cases import CASES, Case
 from measuring import measure, sum_clipped
 from reconbound.fisher import DenseInformation, Private, covering_method, dense_information, draw_probes
+from reconbound.fisher.passes.convolutions import by_shifts
 from reconbound.fisher.passes.layers import ConvRule
 from reconbound.validate.private import Problem, as_private, trainable
 from small_models import RECORDS
@@ -133,6 +134,25 @@ def test_clipped_sum(case: Case) -> None:
 def test_the_table_is_wide_enough() -> None:
     assert len(CASES) >= 25
     assert len({c.name for c in CASES}) == len(CASES)
+
+
+@pytest.mark.parametrize("size", [(9, 11), (12, 10), (13, 13)])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding"),
+    [((8, 8), 2, (2, 2)), ((4, 2), 2, (0, 1)), ((4, 4), 4, (3, 0)), ((3, 6), 3, (0, 0)), ((2, 2), 2, (1, 1))],
+)
+def test_transpose_by_shifts(kernel: Any, stride: int, padding: Any, size: Any) -> None:
+    """⟨conv(a), δ⟩ = ⟨a, transpose(δ)⟩, also where the last rows and columns meet no kernel."""
+    draw = torch.Generator().manual_seed(0)
+    rule = ConvRule(kernel, (stride, stride), padding, (1, 1), 1)
+    a = torch.randn(3, 2, *size, dtype=torch.float64, generator=draw)
+    weight = torch.randn(4, 2, *kernel, dtype=torch.float64, generator=draw)
+    output = rule.apply(a, weight)
+    delta = torch.randn(output.shape, dtype=torch.float64, generator=draw)
+    found = by_shifts(delta, weight, a.shape, stride, padding)
+    want = torch.nn.grad.conv2d_input(a.shape, weight, delta, stride, padding)
+    torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(rule.transpose(delta, weight, a.shape), want, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

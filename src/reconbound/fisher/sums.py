@@ -31,7 +31,7 @@ from reconbound.fisher.passes.by_layer import LayerPass
 from reconbound.fisher.passes.generic import GenericPass
 from reconbound.fisher.passes.mixed import MixedPass
 from reconbound.fisher.passes.products import zero_sums
-from reconbound.fisher.passes.recorder import _CHECKED, NotCovered
+from reconbound.fisher.passes.recorder import _CHECKED, NotCovered, passed_checks
 from reconbound.validate.model import ModelError
 from reconbound.validate.placed import converted
 from reconbound.validate.private import (
@@ -171,6 +171,8 @@ def open_pass(
         sloped: ∇_z ℓ will be needed.
     """
     how: dict[str, Any] = {"check": check, "measured": measured, "sloped": sloped}
+    if method == "auto" and passed_checks(problem, batch[0], check, "mixed").copied:
+        method = "mixed"  # as found before
     try:
         if method in ("auto", "layers"):
             try:

@@ -235,9 +235,9 @@ def _avg_pool2d(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Tensor | None:
-    """Replaces average pooling by a form that is cheaper to differentiate on CUDA; records nothing."""
+    """Replaces average pooling by a form that is cheaper to differentiate; records nothing."""
     plain = set(each_side(padding, 2)) == {0} and not ceil_mode and divisor_override is None
-    if not (plain and input.is_cuda):
+    if not plain:
         return None
     kernel, stride = each_side(kernel_size, 2), each_side(stride or kernel_size, 2)
     return pool(input, kernel, stride) if poolable(input.shape, kernel, stride) else None
