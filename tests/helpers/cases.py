@@ -300,6 +300,21 @@ CASES = [
         layers=False,
     ),
     Case(
+        "adapter beside a frozen layer",
+        frozen(
+            "a.weight",
+            "a.bias",
+            make=wrap(
+                (4,),
+                lambda m, x: m.head(torch.tanh(m.a(x) + m.up(m.down(x)))),
+                a=lambda: nn.Linear(4, 3),
+                down=lambda: nn.Linear(4, 2, bias=False),
+                up=lambda: nn.Linear(2, 3, bias=False),
+                **LINEAR3,
+            ),
+        ),
+    ),
+    Case(
         "bias by distance, from a table",
         wrap((3, 4), distance_bias, table=lambda: nn.Parameter(torch.ones(5)), **TRANSFORMER),
         layers=False,
