@@ -123,7 +123,7 @@ class PrivateSGD:
         self.targets = given.as_tensors(model, "targets", targets)
         self.records = given.record_count(self.inputs, self.targets)
         self.sampler = make_sampler(settings.sampler, self.records, settings.sample_rate)
-        self.shards = make_shards(self.records, shards or 1)
+        self.shards = make_shards(self.records, 1 if shards is None else shards)
         self._shards_given = shards
         self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.params:
