@@ -471,6 +471,18 @@ def test_class_weights_that_divide_by_the_batch_are_refused() -> None:
         made.watch()
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_loss_is_reduced_as_make_private_was_told(reduction: str) -> None:
+    """With the mean of the batch and loss_reduction="sum" each gradient is divided by the number of records drawn."""
+    made = private(loss_reduction=reduction)
+    made.criterion = nn.CrossEntropyLoss(reduction=reduction)
+    made.watch().finished = True
+    other = private(loss_reduction=reduction)
+    other.criterion = nn.CrossEntropyLoss(reduction="sum" if reduction == "mean" else "mean")
+    with pytest.raises(InputError, match=f"loss_fn must have reduction='{reduction}', as make_private was told"):
+        other.watch()
+
+
 def test_a_training_is_watched_once() -> None:
     made = private()
     ledger = made.watch()

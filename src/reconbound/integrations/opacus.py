@@ -27,18 +27,29 @@ try:
 except ImportError as missing:
     raise ImportError("reconbound.integrations.opacus needs Opacus: pip install opacus") from missing
 
-from reconbound._internal.checks import InputError, number, warn_user
+from reconbound._internal.checks import InputError, file_path, number, warn_user
 from reconbound._internal.rng import checked_seed, derive, new_seed, random_states_kept
 from reconbound.accounting.accountant import FisherAccountant
 from reconbound.accounting.spec import Account
 from reconbound.bounds import Bound
 from reconbound.data import Dataset
-from reconbound.fisher.worlds import REMOVED
-from reconbound.integrations.clipped_norms import ClippedNorms, check_optimizer, clip_norm
-from reconbound.integrations.loaders import check_collate, drawn_rate, forget_batches, poisson_sampler, record_batches
+from reconbound.fisher.worlds import REMOVED, StepDistances
+from reconbound.integrations.clipped_norms import DISTRIBUTED, ClippedNorms, check_optimizer, clip_norm
+from reconbound.integrations.loaders import (
+    check_collate,
+    check_generators,
+    drawn_rate,
+    forget_batches,
+    poisson_sampler,
+    record_batches,
+    records_drawn_from,
+)
 from reconbound.integrations.measuring import BlockMeasurer, Measuring
 from reconbound.integrations.reports import describe_parameters, records_of, write_report
 from reconbound.mechanisms.base import ADD_REMOVE
+from reconbound.report import folder as files
+from reconbound.training.ranks import Ranks, on_cpu
+from reconbound.training.step import Measured
 from reconbound.validate.model import ReconboundWarning
 from reconbound.validate.private import as_private
 
@@ -62,6 +73,9 @@ def watch(optimizer: Any, data_loader: Any, loss_fn: Any, *, measure: Measuring 
         measure: what else is measured: worlds with a public value in place of a part of each record, and Fisher
             information. None: nothing.
 
+    With Opacus on several ranks of torch.distributed, call it on each. Each rank clips and measures its own records,
+    and all of them have the whole ledger; `report` writes on rank 0.
+
     Returns:
         The ledger, which grows with each step.
 
@@ -74,21 +88,29 @@ def watch(optimizer: Any, data_loader: Any, loss_fn: Any, *, measure: Measuring 
     check_optimizer(optimizer, loss_fn)
     number("noise_multiplier", optimizer.noise_multiplier, above=0.0)
     number("max_grad_norm", clip_norm(optimizer), above=0.0)
-    check_loss(loss_fn)
+    check_loss(loss_fn, optimizer.loss_reduction)
     devices = {p.device for p in optimizer.params}
     if len(devices) != 1:
         raise InputError("optimizer", "must have parameters, all on one device", [str(d) for d in devices])
-    sampler = poisson_sampler(data_loader)
+    shared = isinstance(optimizer, DISTRIBUTED)
+    ranks = Ranks.present() if shared else Ranks()
+    sampler = poisson_sampler(data_loader, ranks if shared else None)
     check_accounted(optimizer, drawn_rate(sampler))
-    blocks = None
-    if measure is not None:
+
+    def prepared() -> BlockMeasurer | None:
+        if measure is None:
+            return None
         if not isinstance(measure, Measuring):
             raise InputError("measure", "must be a Measuring(model, epochs, ...)", f"a {type(measure).__name__}")
         if isinstance(optimizer, DPPerLayerOptimizer):
             why = "must be None with per-layer clipping: the whole gradient's clip is measured"
             raise InputError("measure", why, type(optimizer).__name__)
-        blocks = BlockMeasurer(measure, loss_fn, optimizer, data_loader, drawn_rate(sampler))
-    ledger = OpacusLedger(optimizer, data_loader, sampler, loss_fn, blocks)
+        return BlockMeasurer(measure, loss_fn, optimizer, data_loader, drawn_rate(sampler))
+
+    blocks = ranks.try_all(prepared)
+    if shared and not optimizer.secure_mode:
+        check_generators(sampler, ranks)
+    ledger = OpacusLedger(optimizer, (data_loader, sampler), loss_fn, blocks, ranks)
     if PADDED in ledger.statements:
         warn_user(PADDED, ReconboundWarning)
     return ledger
@@ -110,10 +132,11 @@ class OpacusLedger:
     """
 
     def __init__(
-        self, optimizer: Any, loader: Any, sampler: Any, criterion: Any, blocks: BlockMeasurer | None = None
+        self, optimizer: Any, drawn: tuple[Any, Any], criterion: Any, blocks: BlockMeasurer | None, ranks: Ranks
     ) -> None:
-        self.steps, self.finished, self._blocks = 0, False, blocks
-        self._optimizer, self._loader, self._sampler = optimizer, loader, sampler
+        self.steps, self.finished, self._blocks, self._ranks = 0, False, blocks, ranks
+        self._optimizer, (self._loader, self._sampler) = optimizer, drawn
+        loader, sampler = drawn
         device = next(iter(optimizer.params)).device
         informed = blocks is not None and blocks.options.information
         account = Account(
@@ -122,16 +145,20 @@ class OpacusLedger:
             drawn_rate(sampler),
             clip="hard",
             rules=() if informed else None,
-            records=sampler.num_samples,
+            records=records_drawn_from(sampler),
             features=features_of(loader) if blocks is None else blocks.measurer.features,
             steps=1,
         )
         self._ledger = self._empty(account, device if device.type == "cuda" else torch.device("cpu"))
-        self._ledger.begin_run(derive(new_seed(), "fingerprint").to_bytes(32, "little")[:16].hex())
+        ranks.check_alike(self._mark())
+        seeds = ranks.from_first(lambda: (new_seed(), None if blocks is None else blocks.seed))
+        self._ledger.begin_run(derive(seeds[0], "fingerprint").to_bytes(32, "little")[:16].hex())
+        if blocks is not None and seeds[1] is not None:
+            blocks.seed = seeds[1]
         padded = (PADDED,) if check_collate(loader) else ()
-        self._statements = (*describe_training(optimizer, account), *padded)
+        self._statements = (*describe_training(optimizer, account, ranks), *padded)
         self._ledger.caveats = (*(blocks.measurer.caveats if blocks is not None else ()), *self._statements)
-        self._batches = record_batches(sampler)  # from here on nothing is refused
+        self._batches = record_batches(sampler, ranks)  # from here on nothing is refused
         self._norms = ClippedNorms(optimizer, criterion)
         self._add_noise = optimizer.add_noise
         optimizer.add_noise = self._before_noise
@@ -144,6 +171,24 @@ class OpacusLedger:
 
     def _before_noise(self) -> None:
         """Adds a step to the ledger, and then lets Opacus add its noise: a step that is refused is not taken."""
+        account, parts = self._ledger.account, self._ranks.gather(self._own_part)
+        records, norms = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+        bounds, divisions = [part[2] for part in parts], [part[3] for part in parts]
+        if len({*bounds}) > 1:
+            raise InputError("max_grad_norm", "must be the same on all ranks", bounds)
+        if any(division != divisions[0] for division in divisions) or len(records.unique()) < len(records):
+            why = "must give each record to one rank: call set_epoch on all of them, and take each batch on all, not on"
+            raise InputError("data_loader", why, f"some (epoch, shuffle, seed, ranks and iteration: {divisions})")
+        for one in (one for part in parts for one in part[4]):
+            add = self._ledger.add_distances if isinstance(one.found, StepDistances) else self._ledger.add
+            add(one.records, one.found, weight=one.weight, stratified=one.stratified)
+        if len(norms):  # over the noise, as if the clip norm had stayed what it was
+            self._ledger.divergences.add_norms(records, norms * (account.max_grad_norm / bounds[0]), 1.0)
+        self.steps += 1
+        self._add_noise()
+
+    def _own_part(self) -> tuple[Tensor, Tensor, float, Any, list[Measured[Any]]]:
+        """Returns of this rank: records, clipped norms, clip norm, how records are divided, and what was measured."""
         account = self._ledger.account
         if self._optimizer.noise_multiplier != account.noise_multiplier:
             why = f"must stay {account.noise_multiplier:g}: schedules of the noise are not accounted for"
@@ -154,13 +199,13 @@ class OpacusLedger:
         if len(bad):
             why = "must be finite: otherwise the sum is not, which shows who took part; of record "
             raise InputError("gradient", f"{why}{int(records[int(bad[0])])}", "a norm that is not")
+        found: list[Measured[Any]] = []
         if self._blocks is not None:
             self._blocks.compare(records, norms)
-            self._blocks.add_to(self._ledger, self.steps, bound)
-        if len(norms):  # over the noise, as if the clip norm had stayed what it was
-            self._ledger.divergences.add_norms(records, norms * (account.max_grad_norm / bound), 1.0)
-        self.steps += 1
-        self._add_noise()
+            found = self._blocks.measure(self.steps, bound, self._ranks)
+        if self._ranks.size == 1:
+            return records, norms, bound, None, found
+        return records, norms.cpu(), bound, self._sampler.division, on_cpu(found)
 
     def finish(self) -> FisherAccountant:
         """Closes the ledger and returns it as that of one finished run. Optimizer and loader are as before `watch`.
@@ -243,9 +288,11 @@ class OpacusLedger:
             name: of the data, for the pages.
 
         Returns:
-            The page for the data's owner; report-public.html beside it may be shown.
+            The page for the data's owner; report-public.html beside it may be shown. Of several ranks the first writes.
         """
         ledger = self.finish()
+        if self._ranks.rank:
+            return Path(file_path("folder", folder)) / files.REPORT
         records = records_of(self._loader, name) if dataset is None else dataset
         if not isinstance(records, Dataset):
             raise InputError("dataset", "must be what load_dataset returns", f"a {type(records).__name__}")
@@ -338,10 +385,19 @@ def features_of(loader: Any) -> int:
     return max(1, sum(leaf.numel() for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)))
 
 
-def check_loss(loss_fn: Any) -> None:
-    """Refuses a loss whose gradient of one record depends on the other records of the batch, where that can be seen."""
+def check_loss(loss_fn: Any, reduction: str) -> None:
+    """Refuses a loss whose gradient of one record depends on the other records of the batch, where that can be seen.
+
+    Args:
+        loss_fn: of the training.
+        reduction: of the batch's losses, as make_private was told.
+    """
     if not callable(loss_fn):
         raise InputError("loss_fn", "must be the criterion of the training", f"a {type(loss_fn).__name__}")
+    own = getattr(loss_fn, "reduction", reduction)
+    if own in ("mean", "sum") and own != reduction:
+        why = f"must have reduction={reduction!r}, as make_private was told by loss_reduction: otherwise a record's "
+        raise InputError("loss_fn", f"{why}gradient depends on how many records were drawn with it", own)
     divides = isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss) and loss_fn.reduction == "mean"
     if divides and loss_fn.weight is not None:
         why = "must not have class weights with reduction='mean', which divides by the weights of the whole batch: a "
@@ -357,11 +413,12 @@ def check_accounted(optimizer: Any, rate: float) -> None:
         warn_user(f"{what}: its epsilon is too small. This ledger's get_epsilon has the loader's", ReconboundWarning)
 
 
-def describe_training(optimizer: Any, account: Account) -> tuple[str, ...]:
+def describe_training(optimizer: Any, account: Account, ranks: Ranks) -> tuple[str, ...]:
     """Returns what the numbers of a ledger rest on, in sentences."""
     divided = "is not divided"
-    if optimizer.loss_reduction == "mean":
-        divided = f"is divided by the expected batch size {optimizer.expected_batch_size:g}, whoever was drawn"
+    if optimizer.loss_reduction == "mean":  # Opacus's number is that of a rank
+        expected = optimizer.expected_batch_size * ranks.size
+        divided = f"is divided by the expected batch size {expected:g}, whoever was drawn"
     noise = "from Opacus's secure generator (secure_mode=True)"
     if not optimizer.secure_mode:
         noise = (
@@ -374,6 +431,7 @@ def describe_training(optimizer: Any, account: Account) -> tuple[str, ...]:
         f"noise {noise}",
         f"each record is drawn with chance q = {account.sample_rate:.6g}, independently at each step",
         "loss and model treat each record separately",
+        *(("one noise, that of rank 0, is on the sum over all ranks",) if ranks.size > 1 else ()),
     )
 
 
