@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 import torch
@@ -43,6 +44,13 @@ def outcome(one: Any) -> dict[str, Any]:
 
 def trained(case: str, steps: int = 8, **changes: Any) -> dict[str, Any]:
     return outcome(made(case, **changes).fit(steps))
+
+
+def trained_with_warnings(case: str, shards: int) -> dict[str, Any]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = trained(case, shards=shards)
+    return {**found, "warnings": [str(one.message) for one in caught]}
 
 
 def repeated(**changes: Any) -> dict[str, Any]:

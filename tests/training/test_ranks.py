@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,12 @@ from reconbound.training.settings import Settings
 from reconbound.training.shards import check_apart, compute_shards, grid_of, make_shards
 from reconbound.training.step import StepWork
 
-slow = [pytest.mark.slow, pytest.mark.usefixtures("forked_helpers")]
 on_several = pytest.mark.parametrize("size", [2, 4])
+
+
+def forked(test: Any) -> Any:
+    """Marks a test that starts processes."""
+    return pytest.mark.slow(pytest.mark.usefixtures("forked_helpers")(test))
 
 
 def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -38,51 +43,57 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 # --- the same numbers --------------------------------------------------------------------
 
 
-class TestOnRanks:
-    pytestmark = slow
+@forked
+@on_several
+@pytest.mark.parametrize("case", rank_run.CASES)
+def test_parameters_and_ledgers_are_those_of_one_process(case: str, size: int) -> None:
+    alone = rank_run.trained(case)
+    for found in on_ranks(size, rank_run.trained, case):
+        assert_same(alone, found)
 
-    @on_several
-    @pytest.mark.parametrize("case", rank_run.CASES)
-    def test_parameters_and_ledgers_are_those_of_one_process(self, case: str, size: int) -> None:
-        alone = rank_run.trained(case)
-        for found in on_ranks(size, rank_run.trained, case):
-            assert_same(alone, found)
 
-    def test_a_number_of_ranks_that_does_not_divide_the_shards(self) -> None:
-        alone = rank_run.trained("everything")
-        for found in on_ranks(3, rank_run.trained, "everything"):
-            assert_same(alone, found)
+@forked
+def test_a_number_of_ranks_that_does_not_divide_the_shards() -> None:
+    alone = rank_run.trained("everything")
+    for found in on_ranks(3, rank_run.trained, "everything"):
+        assert_same(alone, found)
 
-    def test_repeated_runs_and_chosen_records(self) -> None:
-        alone = rank_run.repeated()
-        for found in on_ranks(2, rank_run.repeated):
-            assert_same(alone, found)
 
-    def test_each_rank_has_a_shard_and_rank_0_gives_parameters_and_noise(self) -> None:
-        """Nothing is said of ranks, and each has begun with parameters of its own."""
-        first, other = on_ranks(2, rank_run.defaults)
-        assert (first.pop("drawn"), other.pop("drawn")) == (4, 0)
-        assert_same(first, other)
-        assert first["shards"] == 2
-        alone = rank_run_defaults_alone()
-        assert_same(first, alone)
+@forked
+def test_repeated_runs_and_chosen_records() -> None:
+    alone = rank_run.repeated()
+    for found in on_ranks(2, rank_run.repeated):
+        assert_same(alone, found)
 
-    def test_law_of_the_released_sums(self) -> None:
-        """What is released on every rank is the clipped sum of the whole batch and σC times standard normal numbers."""
-        steps, noise = 250, 0.7
-        first, other = on_ranks(2, rank_run.released, steps)
-        assert (first["drawn"], other["drawn"]) == (steps, 0)
-        np.testing.assert_array_equal(first["released"], other["released"])
-        np.testing.assert_allclose(first["sums"], other["sums"], rtol=1e-12)
-        x = (np.stack(first["released"]) - np.stack(first["sums"])) / noise
-        assert np.abs(np.stack(first["sums"])).max() > 0.3  # there is something to add noise to
-        n = x.size
-        assert n > 10_000
-        assert stats.kstest(x.ravel(), "norm").pvalue > 1e-3
-        assert abs(x.var() - 1) < 4 * (2 / n) ** 0.5  # half of it, or twice, would be 50 errors away
-        assert abs((x[1:] * x[:-1]).mean()) < 4 / n**0.5  # steps are independent
-        halves = x[:, : x.shape[1] // 2] * x[:, -(x.shape[1] // 2) :]
-        assert abs(halves.mean()) < 4 / halves.size**0.5
+
+@forked
+def test_each_rank_has_a_shard_and_rank_0_gives_parameters_and_noise() -> None:
+    """Nothing is said of ranks, and each has begun with parameters of its own."""
+    first, other = on_ranks(2, rank_run.defaults)
+    assert (first.pop("drawn"), other.pop("drawn")) == (4, 0)
+    assert_same(first, other)
+    assert first["shards"] == 2
+    alone = rank_run_defaults_alone()
+    assert_same(first, alone)
+
+
+@forked
+def test_law_of_the_released_sums() -> None:
+    """What is released on every rank is the clipped sum of the whole batch and σC times standard normal numbers."""
+    steps, noise = 250, 0.7
+    first, other = on_ranks(2, rank_run.released, steps)
+    assert (first["drawn"], other["drawn"]) == (steps, 0)
+    np.testing.assert_array_equal(first["released"], other["released"])
+    np.testing.assert_allclose(first["sums"], other["sums"], rtol=1e-12)
+    x = (np.stack(first["released"]) - np.stack(first["sums"])) / noise
+    assert np.abs(np.stack(first["sums"])).max() > 0.3  # there is something to add noise to
+    n = x.size
+    assert n > 10_000
+    assert stats.kstest(x.ravel(), "norm").pvalue > 1e-3
+    assert abs(x.var() - 1) < 4 * (2 / n) ** 0.5  # half of it, or twice, would be 50 errors away
+    assert abs((x[1:] * x[:-1]).mean()) < 4 / n**0.5  # steps are independent
+    halves = x[:, : x.shape[1] // 2] * x[:, -(x.shape[1] // 2) :]
+    assert abs(halves.mean()) < 4 / halves.size**0.5
 
 
 def rank_run_defaults_alone() -> dict[str, Any]:
@@ -116,13 +127,13 @@ def test_sums_of_shards_do_not_depend_on_their_order() -> None:
     settings = Settings(1.0, 0.3, 0.5)
     generator = torch.Generator().manual_seed(0)
     parts = [torch.randn(2000, generator=generator) * 0.1 for _ in range(7)]
-    nothing, grid = torch.zeros(2000, dtype=torch.int64), grid_of(settings, 100)
+    zeros, grid = partial(torch.zeros, 2000), grid_of(settings, 100)
 
     def total(order: list[int]) -> torch.Tensor:
         def compute(shard: Shard) -> tuple[torch.Tensor, StepWork]:
             return torch.arange(*shard.span), StepWork(parts[order[shard.number]], torch.zeros(0))  # type: ignore[misc]
 
-        return compute_shards(make_shards(100, 7), Ranks(), nothing, grid, compute)[1].total
+        return compute_shards(make_shards(100, 7), Ranks(), zeros, grid, compute)[1].total
 
     one, other = total(list(range(7))), total([6, 2, 4, 0, 5, 3, 1])
     assert torch.equal(one, other)
@@ -181,73 +192,84 @@ def test_impossible_numbers_of_shards_are_refused(count: Any) -> None:
 # --- one end for all ---------------------------------------------------------------------
 
 
-class TestErrors:
-    pytestmark = slow
+@forked
+@pytest.mark.parametrize(
+    ("target", "bad", "message"),
+    [
+        (rank_run.with_a_bad_record, 20, "record 20 has loss nan"),
+        (rank_run.with_a_self_test_that_fails_on, 1, "the sums of this machine are wrong"),
+        (rank_run.with_an_evaluation_that_fails_on, 1, "no test records here"),
+        (rank_run.with_an_evaluation_that_fails_on, 0, "no test records here"),
+    ],
+)
+def test_an_error_on_one_rank_ends_all_with_one_line(target: Any, bad: int, message: str) -> None:
+    started, failed = time.monotonic(), min(bad, 1)
+    ends = ends_of_ranks(2, target, bad)
+    assert time.monotonic() - started < 60  # gloo itself would wait for 90 seconds
+    assert [kind for kind, _ in ends] == ["raised", "raised"]
+    own, other = (ends[rank][1].splitlines()[0] for rank in (failed, 1 - failed))
+    assert message in own
+    assert f"TrainingError: rank {failed} failed, and rank {1 - failed} ends with it: " in other
+    assert message in other
 
-    @pytest.mark.parametrize(
-        ("target", "bad", "message"),
-        [
-            (rank_run.with_a_bad_record, 20, "record 20 has loss nan"),
-            (rank_run.with_a_self_test_that_fails_on, 1, "the sums of this machine are wrong"),
-            (rank_run.with_an_evaluation_that_fails_on, 1, "no test records here"),
-            (rank_run.with_an_evaluation_that_fails_on, 0, "no test records here"),
-        ],
-    )
-    def test_an_error_on_one_rank_ends_all_with_one_line(self, target: Any, bad: int, message: str) -> None:
-        started, failed = time.monotonic(), min(bad, 1)
-        ends = ends_of_ranks(2, target, bad)
-        assert time.monotonic() - started < 60  # gloo itself would wait for 90 seconds
-        assert [kind for kind, _ in ends] == ["raised", "raised"]
-        own, other = (ends[rank][1].splitlines()[0] for rank in (failed, 1 - failed))
-        assert message in own
-        assert f"TrainingError: rank {failed} failed, and rank {1 - failed} ends with it: " in other
-        assert message in other
 
-    def test_a_rank_that_dies_ends_the_others(self) -> None:
-        started = time.monotonic()
-        ends = ends_of_ranks(3, rank_run.with_a_rank_that_dies, 1)
-        assert time.monotonic() - started < 60
-        assert [kind for kind, _ in ends] == ["raised", "died", "raised"]
-        for rank in (0, 2):
-            assert "has lost another rank, which ended or hangs: start again from the last checkpoint" in ends[rank][1]
+@forked
+def test_a_rank_that_dies_ends_the_others() -> None:
+    started = time.monotonic()
+    ends = ends_of_ranks(3, rank_run.with_a_rank_that_dies, 1)
+    assert time.monotonic() - started < 60
+    assert [kind for kind, _ in ends] == ["raised", "died", "raised"]
+    for rank in (0, 2):
+        assert "has lost another rank, which ended or hangs: start again from the last checkpoint" in ends[rank][1]
 
-    @pytest.mark.parametrize(
-        ("target", "name"),
-        [
-            (rank_run.with_only_its_own_records, "data"),
-            (rank_run.with_other_settings, "configuration"),
-            (rank_run.with_another_seed, "seed"),
-        ],
-    )
-    def test_ranks_with_other_data_or_settings_are_refused(self, target: Any, name: str) -> None:
-        for kind, text in ends_of_ranks(2, target):
-            assert kind == "raised"
-            assert text.startswith(f"InputError: {name} must be the same on all ranks, the whole of it")
+
+@forked
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        (rank_run.with_only_its_own_records, "data"),
+        (rank_run.with_other_settings, "configuration"),
+        (rank_run.with_another_seed, "seed"),
+    ],
+)
+def test_ranks_with_other_data_or_settings_are_refused(target: Any, name: str) -> None:
+    for kind, text in ends_of_ranks(2, target):
+        assert kind == "raised"
+        assert text.startswith(f"InputError: {name} must be the same on all ranks, the whole of it")
 
 
 # --- checkpoints -------------------------------------------------------------------------
 
 
-class TestCheckpoints:
-    pytestmark = slow
+@forked
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 1), (1, 3), (2, 2)])
+def test_runs_resume_on_another_number_of_ranks(before: int, after: int, tmp_path) -> None:
+    """Stopped after step 5, saved at step 4; the end is that of a run that was never stopped, bit for bit."""
+    folder, whole = str(tmp_path / "run"), rank_run.outcome(rank_run.made().fit(8))
+    ends = [rank_run.stopped(folder, 5)] if before == 1 else on_ranks(before, rank_run.stopped, folder, 5)
+    assert all("stopped" in text and "not stopped" not in text for text in ends)
+    found = [rank_run.resumed(folder)] if after == 1 else on_ranks(after, rank_run.resumed, folder)
+    for one in found:
+        assert_same(whole, one)
 
-    @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 1), (1, 3), (2, 2)])
-    def test_runs_resume_on_another_number_of_ranks(self, before: int, after: int, tmp_path) -> None:
-        """Stopped after step 5, saved at step 4; the end is that of a run that was never stopped, bit for bit."""
-        folder, whole = str(tmp_path / "run"), rank_run.outcome(rank_run.made().fit(8))
-        ends = [rank_run.stopped(folder, 5)] if before == 1 else on_ranks(before, rank_run.stopped, folder, 5)
-        assert all("stopped" in text and "not stopped" not in text for text in ends)
-        found = [rank_run.resumed(folder)] if after == 1 else on_ranks(after, rank_run.resumed, folder)
-        for one in found:
-            assert_same(whole, one)
 
-    def test_a_run_keeps_its_shards(self, tmp_path) -> None:
-        folder = str(tmp_path / "run")
-        on_ranks(2, stop_without_shards, folder)
-        whole = rank_run.outcome(rank_run.made(shards=2).fit(8))
-        assert_same(whole, rank_run.resumed(folder, shards=None))
-        with pytest.raises(CheckpointError, match="the shards differs"):
-            rank_run.resumed(folder, shards=3)
+@forked
+def test_ranks_without_a_shard_have_nothing_to_do() -> None:
+    alone = rank_run.trained("batches", shards=1)
+    for rank, found in enumerate(on_ranks(2, rank_run.trained_with_warnings, "batches", 1)):
+        text = "1 of 2 ranks have nothing to do: this run has 1 shards. To use more ranks, begin it with more shards"
+        assert (text in found.pop("warnings")) == (rank == 0)
+        assert_same(alone, found)
+
+
+@forked
+def test_a_run_keeps_its_shards(tmp_path) -> None:
+    folder = str(tmp_path / "run")
+    on_ranks(2, stop_without_shards, folder)
+    whole = rank_run.outcome(rank_run.made(shards=2).fit(8))
+    assert_same(whole, rank_run.resumed(folder, shards=None))
+    with pytest.raises(CheckpointError, match="the shards differs"):
+        rank_run.resumed(folder, shards=3)
 
 
 def stop_without_shards(folder: str) -> str:

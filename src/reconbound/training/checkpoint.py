@@ -285,6 +285,22 @@ def restore_optimizer(
         schedule.load_state_dict(unpack(packed["schedule"], tensors))
 
 
+def snapshot(learner: PrivateSGD) -> Checkpoint:
+    """Returns the state of a learner at the end of the last step."""
+    tensors = {f"model/{name}": value for name, value in learner.model.state_dict().items()}
+    tensors |= {f"released/{name}": value for name, value in learner.first_parameters.items()}
+    facts: dict[str, Any] = {
+        **learner.identity,
+        **{name: getattr(learner, name) for name in ("seed", "run", "run_seed", "step", "order", "history")},
+        "state": pack_optimizer(learner.optimizer, learner.schedule, tensors),
+        "shards": len(learner.shards),
+    }
+    if learner.accountant is not None:
+        facts["runs"], facts["caveats"] = learner.accountant.runs, list(learner.accountant.caveats)
+        tensors |= {f"ledger/{name}": value for name, value in learner.accountant.state().items()}
+    return Checkpoint(tensors, facts)
+
+
 def check_state(
     facts: Mapping[str, Any], steps: int, model: nn.Module, saved: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
 ) -> None:

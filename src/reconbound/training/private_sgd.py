@@ -27,7 +27,7 @@ from reconbound.accounting.accountant import FisherAccountant
 from reconbound.accounting.measurement_plan import Plans
 from reconbound.accounting.spec import checked_counts
 from reconbound.fisher import Private
-from reconbound.fisher.worlds import NO_WORLDS, REMOVED, World, check_worlds
+from reconbound.fisher.worlds import NO_WORLDS, World, check_worlds
 from reconbound.training import checkpoint as checkpoints
 from reconbound.training import noise as noises
 from reconbound.training import settings as given
@@ -35,7 +35,7 @@ from reconbound.training.ranks import Ranks, TrainingError, on_cpu
 from reconbound.training.sampling import Shard, make_account, make_plans, make_sampler, steps_of
 from reconbound.training.settings import Callback, Fault, Settings, reset_parameters
 from reconbound.training.shards import PartOfStep, compute_shards, grid_of, make_shards
-from reconbound.training.step import Kept, LossFn, Measurer, StepWork, make_ledger
+from reconbound.training.step import Kept, LossFn, Measurer, StepWork, add_to_ledger, make_ledger
 from reconbound.validate.model import ReconboundWarning
 
 
@@ -286,7 +286,7 @@ class PrivateSGD:
             return
         if last or self.step % self.every == 0:
             place, turn = self.folder, self._turn + 1
-            self.ranks.from_first(lambda: checkpoints.save(place, self._snapshot(), turn))
+            self.ranks.from_first(lambda: checkpoints.save(place, checkpoints.snapshot(self), turn))
             self._turn, self._saved = turn, self.order
 
     def _train_step(self) -> None:
@@ -304,7 +304,7 @@ class PrivateSGD:
             if not bool(torch.isfinite(p.detach()).all()):
                 self._fail(f"the parameter {name} is not finite after it: the model has exploded; lower lr")
         if self.accountant is not None:
-            self._account(self.accountant, batch, work)
+            add_to_ledger(self.accountant, batch, work)
             self.accountant.keep_step(self.step + 1)
             if self.step + 1 == self.steps:
                 self.accountant.finish_run()
@@ -314,29 +314,19 @@ class PrivateSGD:
     def _noisy_step(self) -> tuple[Tensor, StepWork, Tensor]:
         """Returns the batch, what was measured, and the noisy sum over the divisor, flat; the same on each rank."""
         grid = grid_of(self.settings, self.records) if len(self.shards) > 1 else 1.0
-        nothing = torch.zeros(sum(p.numel() for p in self.params.values()), dtype=torch.int64, device=self.device)
-        batch, work = compute_shards(self.shards, self.ranks, nothing, grid, self._compute)
+        zeros = partial(torch.zeros, sum(p.numel() for p in self.params.values()), device=self.device)
+        batch, work = compute_shards(self.shards, self.ranks, zeros, grid, self._compute)
 
         def release() -> Tensor:
             return (work.total.double() * grid + self.settings.noise * self._noise(work.total)) / self.sampler.divisor
 
-        return batch, work, self.ranks.tensor_from_first(release, nothing)
+        return batch, work, self.ranks.tensor_from_first(release, zeros)
 
     def _compute(self, shard: Shard) -> PartOfStep:
         now = (self.run_seed, self.step)
         batch = self.sampler.batch(*now) if shard.span is None else self.sampler.batch(*now, shard.span)
         with self._placed():
             return batch, self.measurer.compute_step(batch, *now, self.accountant, self.plans, shard)
-
-    def _account(self, ledger: FisherAccountant, batch: Tensor, work: StepWork) -> None:
-        for one in work.information:
-            ledger.add(one.records, one.found, weight=one.weight, stratified=one.stratified)
-        if work.followed is not None:
-            ledger.follow(work.followed)
-        for each in work.distances:
-            ledger.add_distances(each.records, each.found, weight=each.weight, stratified=each.stratified)
-        if REMOVED in ledger.divergences.worlds and len(batch):
-            ledger.divergences.add_norms(batch, work.clipped_norm, 1.0)
 
     def _noise(self, total: Tensor) -> Tensor:
         """Returns standard normal numbers for this sum: equal only for the same bits, at this step of this release."""
@@ -390,6 +380,12 @@ class PrivateSGD:
                 place = self.folder
                 self.ranks.from_first(lambda: stack.enter_context(checkpoints.lock_folder(place)))
                 self._resume(self.folder)
+            idle = self.ranks.size - len(self.shards)
+            if idle > 0 and self.ranks.rank == 0:
+                more = (
+                    f"{idle} of {self.ranks.size} ranks have nothing to do: this run has {len(self.shards)} shards. To"
+                )
+                warn_user(f"{more} use more ranks, begin it with more shards", ReconboundWarning)
             if done:
                 warn_user(
                     f"{kind} has done its {self.steps} steps already and trains nothing more: to train longer make a "
@@ -423,21 +419,6 @@ class PrivateSGD:
         self.schedule = None if make is None else given.make_part("schedule", make, self.optimizer)
 
     # --- checkpoints ---------------------------------------------------------------------
-
-    def _snapshot(self) -> checkpoints.Checkpoint:
-        """Returns the state at the end of the last step."""
-        tensors = {f"model/{name}": value for name, value in self.model.state_dict().items()}
-        tensors |= {f"released/{name}": value for name, value in self.first_parameters.items()}
-        facts: dict[str, Any] = {
-            **self.identity,
-            **{name: getattr(self, name) for name in ("seed", "run", "run_seed", "step", "order", "history")},
-            "state": checkpoints.pack_optimizer(self.optimizer, self.schedule, tensors),
-            "shards": len(self.shards),
-        }
-        if self.accountant is not None:
-            facts["runs"], facts["caveats"] = self.accountant.runs, list(self.accountant.caveats)
-            tensors |= {f"ledger/{name}": value for name, value in self.accountant.state().items()}
-        return checkpoints.Checkpoint(tensors, facts)
 
     def _resume(self, folder: str) -> None:
         """Takes the state of the folder's last good checkpoint, if there is one."""

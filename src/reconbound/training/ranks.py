@@ -99,16 +99,16 @@ class Ranks:
         found: T = made[0]
         return found
 
-    def tensor_from_first(self, make: Callable[[], Tensor], like: Tensor) -> Tensor:
+    def tensor_from_first(self, make: Callable[[], Tensor], zeros: Callable[..., Tensor]) -> Tensor:
         """Calls a function on rank 0, and returns the tensor that it returned on every rank, bit for bit.
 
         Args:
-            make: the function.
-            like: a tensor of the same shape and device; the result is float64.
+            make: the function; the result is float64.
+            zeros: makes zeros of the same shape and device.
         """
         if self.size == 1:
             return make()
-        found = make() if self.rank == 0 else torch.empty(like.shape, dtype=torch.float64, device=like.device)
+        found = make() if self.rank == 0 else zeros(dtype=torch.float64)
         self._send(lambda: dist.broadcast(found, src=0))
         return found
 

@@ -24,6 +24,7 @@ from reconbound.training.step import StepWork
 
 _BITS = 61  # of a sum, beside the sign: the sum of all rounded shards then fits into 63
 PartOfStep = tuple[Tensor, StepWork]
+Zeros = Callable[..., Tensor]
 
 
 def make_shards(records: int, count: int) -> tuple[Shard, ...]:
@@ -58,14 +59,14 @@ def grid_of(settings: Settings, records: int) -> float:
 
 
 def compute_shards(
-    shards: Sequence[Shard], ranks: Ranks, nothing: Tensor, grid: float, compute: Callable[[Shard], PartOfStep]
+    shards: Sequence[Shard], ranks: Ranks, zeros: Zeros, grid: float, compute: Callable[[Shard], PartOfStep]
 ) -> PartOfStep:
     """Computes a step: each rank its shards, and all ranks have the batch, the sum and every measurement afterwards.
 
     Args:
         shards: all of them.
         ranks: the processes.
-        nothing: zeros of the sum's shape and device, int64.
+        zeros: makes zeros of the sum's shape and device.
         grid: g.
         compute: shard → its part of the batch, and what the step computes for it.
 
@@ -73,7 +74,9 @@ def compute_shards(
         The batch, and the work of the whole step. Its sum is in units of g, int64; a single shard's is as it was
         computed, on its owner only.
     """
-    total = nothing.clone()
+    if len(shards) == ranks.size == 1:
+        return compute(shards[0])
+    total = zeros(dtype=torch.int64)
 
     def own() -> list[tuple[int, Tensor, StepWork]]:
         nonlocal total
@@ -82,7 +85,7 @@ def compute_shards(
             if shard.owner(ranks.size) == ranks.rank:
                 batch, work = compute(shard)
                 total = work.total if len(shards) == 1 else total + (work.total.double() / grid).round().long()
-                found.append((shard.number, batch, work if ranks.size == 1 else _portable(work)))
+                found.append((shard.number, batch, _portable(work)))
         return found
 
     parts = sorted((part for some in ranks.gather(own) for part in some), key=lambda part: part[0])

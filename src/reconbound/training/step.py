@@ -26,7 +26,7 @@ from reconbound.accounting.spec import Account
 from reconbound.data.dataset import describe_copies, find_copies
 from reconbound.fisher import Private, StepInformation
 from reconbound.fisher.sums import methods_that_pass
-from reconbound.fisher.worlds import StepDistances, World, step_distances
+from reconbound.fisher.worlds import REMOVED, StepDistances, World, step_distances
 from reconbound.training.sampling import WHOLE, Shard, within
 from reconbound.training.settings import Fault, Settings, record_count
 from reconbound.validate import ModelError, check_batch, check_clipping
@@ -302,6 +302,24 @@ class Measurer:
         if len(columns) == 0:
             raise InputError("private", "must name at least one feature", self.private)
         return columns, len(columns)
+
+
+def add_to_ledger(ledger: FisherAccountant, batch: Tensor, work: StepWork) -> None:
+    """Adds a step to the ledger of its training.
+
+    Args:
+        ledger: of the training.
+        batch: the records that took part.
+        work: what was computed.
+    """
+    for one in work.information:
+        ledger.add(one.records, one.found, weight=one.weight, stratified=one.stratified)
+    if work.followed is not None:
+        ledger.follow(work.followed)
+    for each in work.distances:
+        ledger.add_distances(each.records, each.found, weight=each.weight, stratified=each.stratified)
+    if REMOVED in ledger.divergences.worlds and len(batch):
+        ledger.divergences.add_norms(batch, work.clipped_norm, 1.0)
 
 
 def _turns(plan: Blocks | Segments, seed: int, step: int, shard: Shard) -> Iterator[tuple[int, Tensor]]:
