@@ -1,6 +1,7 @@
 """On a GPU machine: the step's information equals that on the CPU in float64, eager and captured in a CUDA graph."""
 
 import contextlib
+import math
 import os
 import tempfile
 
@@ -10,12 +11,13 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from reconbound._internal.rng import fresh_generator, keystream, random_states_kept, seeded
+from reconbound._internal import chacha
+from reconbound._internal.rng import fresh_generator, random_states_kept, seeded
 from reconbound.accounting.amplification import PoissonTable, poisson_factors
 from reconbound.auditing import models as networks
 from reconbound.fisher import ProbeOptions, StepOptions, SumOptions, clipped_gradient_sum, step_information
 from reconbound.sweep.fleet.trainer import Fleet
-from reconbound.training.noise import _bits, _normal, draw
+from reconbound.training.noise import by_cipher, draw, draw_for, draw_without_waiting
 from reconbound.training.settings import Settings
 
 
@@ -46,21 +48,40 @@ def sampled_probes(cases) -> None:
 
 
 def noise() -> None:
-    """The cipher's bits are the CPU's; the normal numbers agree to rounding, and are standard normal."""
+    """The kernels' bits are those of torch on the CPU; normal numbers agree to rounding, and are standard normal."""
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    kernels = chacha.kernels_for(cuda)
+    assert kernels is not None
+    keys = {place: chacha.key_words(bytes(range(32)), place) for place in (cpu, cuda)}
     for blocks in (1, 3, 1000, 300_001):
-        streams = [keystream(bytes(range(32)), 7, b"of 12 bytes.", blocks, place).cpu() for place in (cpu, cuda)]
-        assert torch.equal(*streams), blocks
-    for size in (1, 2, 7, 26_010, 2**20 + 3):
-        x = draw(2**200 + 5, size, cuda)
-        assert x.shape == (size,), size
+        for counter in (7, 2**32 - 2):
+            here = chacha.paired(chacha.keystream(keys[cpu], counter, blocks))
+            assert torch.equal(kernels.paired_keystream(keys[cuda], counter, blocks).cpu(), here), blocks
+        assert torch.equal(chacha.keystream(keys[cuda], 7, blocks).cpu(), chacha.keystream(keys[cpu], 7, blocks))
+    point = torch.arange(4, dtype=torch.int32)
+    derived = kernels.derived_key(keys[cuda], point.cuda()).cpu()
+    assert torch.equal(derived, chacha.derived_key(keys[cpu], point))
+    for size in (1, 2, 255, 256, 257, 26_010, 2**20 + 3):
+        total = torch.randn(size)
+        words = total.view(torch.int32)
+        hashed = kernels.keyed_hash(words.cuda(), keys[cuda]).cpu()
+        assert torch.equal(hashed, chacha.keyed_hash(words, keys[cpu])), size
+        x, here = draw_for(total.cuda(), 2**200, 5), draw_without_waiting(total, 2**200, 5)
         assert x.device.type == "cuda"
-        assert torch.equal(x, draw(2**200 + 5, size, cuda)), size
-    part = _normal(_bits(bytes(32), 0, 100_000, cuda).cpu())
-    torch.testing.assert_close(_normal(_bits(bytes(32), 0, 100_000, cuda)).cpu(), part, rtol=1e-9, atol=1e-11)
-    assert abs(float(x.mean())) < 5 / len(x) ** 0.5
-    assert abs(float(x.var()) - 1) < 5 * (2 / len(x)) ** 0.5
-    print("noise ok: ChaCha20 has the same bits on CPU and CUDA")
+        torch.testing.assert_close(x.cpu(), here, rtol=1e-9, atol=1e-11)
+        assert torch.equal(x, draw_for(total.cuda(), 2**200, 5)), size
+        torch.testing.assert_close(draw(2**200, size, cuda).cpu(), by_cipher(_key(2**200), size), rtol=1e-9, atol=1e-11)
+    x = draw(7, 10**8, cuda)
+    for power, mean, spread in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96), (6, 15, 10_170)):
+        assert abs(float((x**power).mean()) - mean) < 5 * (spread / len(x)) ** 0.5, power
+    for cut in (2.0, 3.0, 4.0, 5.0):
+        expected = math.erfc(cut / 2**0.5) * len(x)
+        assert abs(float((x.abs() > cut).sum()) - expected) < 5 * expected**0.5, cut
+    print("noise ok: the kernels have the cipher's bits; 1e8 numbers have a normal's moments and tails")
+
+
+def _key(secret: int) -> torch.Tensor:
+    return chacha.key_words(secret.to_bytes(32, "little"), torch.device("cpu"))
 
 
 def generators() -> None:

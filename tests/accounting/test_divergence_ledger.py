@@ -168,7 +168,7 @@ def test_tokens_and_kinks_without_fisher_information() -> None:
     assert ledger is not None
     assert bool((ledger.divergence("first token") > 0).any())
     assert not ledger.caveats or not any("kink" in c for c in ledger.caveats)
-    for read in (ledger.mse_floor, ledger.dfil, ledger.summary, ledger.most_exposed):
+    for read in (ledger.mse_floor, ledger.dfil, ledger.most_exposed):
         with pytest.raises(ValueError, match="keeps no Fisher information"):
             read()
 

@@ -80,7 +80,7 @@ def test_bound_confirms_calibrate(answer):
 
 def test_calibrate_names_conditions_and_other_floors(run, answer):
     options = ["--target-error", 5, "--high", 120, "--units", "years", "--sample-rate", "32/240", "--steps", 112]
-    for name in ("theorem1", "corners", "lecam", "rate_distortion"):
+    for name in ("theorem1", "corners", "lecam_unbiased", "lecam", "rate_distortion"):
         reported = run("calibrate", *options, "--bound", name)[1].splitlines()
         reported = reported[1:] if reported[0].startswith("No meaningful guarantee") else reported
         assert ("on some conceivable record of the box, not on each" in reported[1]) == (
@@ -89,12 +89,12 @@ def test_calibrate_names_conditions_and_other_floors(run, answer):
         assert reported[5].startswith(
             f"{name} binds {'any' if name in ('lecam', 'rate_distortion') else 'unbiased'} att"
         )
-        others = {line.split()[0]: float(line.split()[-1]) for line in reported[6:9]}
-        assert set(others) == {"theorem1", "corners", "lecam", "rate_distortion"} - {name}
+        others = {line.split()[0]: float(line.split()[-1]) for line in reported[6:10]}
+        assert set(others) == {"theorem1", "corners", "lecam_unbiased", "lecam", "rate_distortion"} - {name}
         for other, noise in others.items():
             found = answer("calibrate", *options, "--bound", other)["noise_multiplier"]
             assert noise == pytest.approx(found, rel=1e-3)
-        assert reported[9].endswith("Records lie in [0, 120] years.")
+        assert reported[10].endswith("Records lie in [0, 120] years.")
     beyond = run("calibrate", "--target-error", 0.6, "--bound", "theorem1", "--sample-rate", 0.1, "--steps", 10)[1]
     assert "lecam (any attacker, on some record of the box): no noise is enough" in beyond
 
@@ -119,7 +119,7 @@ def test_printed_noise_of_other_floors_is_enough(run):
     for error in (0.41, 0.42, 0.43):
         options = ["--target-error", error, "--bound", "lecam", "--sample-rate", "1/23", "--steps", 184]
         shown = dict(re.findall(r"^  (\w+) \(.*\): ([0-9.]+)$", run("calibrate", *options)[1], re.MULTILINE))
-        assert set(shown) == {"theorem1", "corners", "rate_distortion"}
+        assert set(shown) == {"theorem1", "corners", "lecam_unbiased", "rate_distortion"}
         for name, noise in shown.items():
             assert floor(name, SampledGaussian(float(noise), 1 / 23, 184)).rmse >= error
 

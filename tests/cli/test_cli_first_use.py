@@ -250,7 +250,7 @@ def test_calibrate_json_matches_the_text(capsys) -> None:
     found = json.loads(capsys.readouterr().out)
     assert f"ε = {format_limit(found['epsilon'], 4)} (replace-one)" in text
     assert f"ε = {format_limit(found['epsilon_add_remove'], 4)} (add/remove" in text
-    assert list(found["other_bounds"]) == ["corners", "lecam", "rate_distortion"]
+    assert list(found["other_bounds"]) == ["corners", "lecam_unbiased", "lecam", "rate_distortion"]
     for name, other in found["other_bounds"].items():
         (line,) = [line for line in text.splitlines() if line.startswith(f"  {name} (")]
         assert line.endswith(f": {format_limit(other['noise_multiplier'], 4)}")  # a smallest noise is rounded up

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from calling import check_refused
 from reconbound.cli.bound import NO_SAMPLER, NO_STRETCH_SAMPLER
@@ -25,7 +26,7 @@ def files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "schedule.json").write_text(json.dumps(STRETCHES))
     (tmp_path / "state.json").write_text(json.dumps({"history": HISTORY, "mechanism": "prv"}))
-    (tmp_path / "state.pt").write_bytes(b"PK")
+    torch.save({"history": HISTORY, "mechanism": "prv"}, tmp_path / "state.pt")
     (tmp_path / "bad.json").write_text("{")
 
 
@@ -36,8 +37,8 @@ def files(tmp_path, monkeypatch):
         (["--rho", 0.1], ZCDP(0.1), None),
         (["--schedule", "schedule.json", "--dim", 5], both("smooth"), NO_STRETCH_SAMPLER),
         (["--opacus-state", "state.json"], both("hard"), NO_SAMPLER),
-        (["--opacus-state", "state.json", "--sampler", "poisson"], both("hard"), None),
-        (["--opacus-state", "state.json", "--sampler", "fixed", "--clip", "smooth"], both("smooth", "fixed"), None),
+        (["--opacus-state", "state.pt", "--sampler", "poisson"], both("hard"), None),
+        (["--opacus-state", "state.pt", "--sampler", "fixed", "--clip", "smooth"], both("smooth", "fixed"), None),
     ],
 )
 def test_bound_matches_the_library(answer, files, options, mechanism, note):
@@ -69,7 +70,6 @@ def test_the_schedule_is_printed(run, files):
             ["--opacus-state", "schedule.json"],
             "--opacus-state must be a list of (noise multiplier",
         ),
-        (["--opacus-state", "state.pt"], "--opacus-state must be JSON, not a pickle"),
         (["--opacus-state", "missing.pt"], "missing.pt"),
         (["--schedule", "missing.json"], "missing.json"),
     ],
@@ -85,7 +85,7 @@ def test_calibrate_refuses_them_by_name(run, files):
         ("--mu", "1"),
         ("--rho", "1"),
         ("--schedule", "schedule.json"),
-        ("--opacus-state", "state.json"),
+        ("--opacus-state", "state.pt"),
     ):
         code, _, error = run("calibrate", "--target-epsilon", "1", option, value)
         assert code == 2

@@ -176,7 +176,7 @@ def test_notes_on_epsilon_and_opacus_sample_rate() -> None:
 
 
 def test_floors_of_an_epsilon() -> None:
-    """The floors that the calculator's page states for ε = 3.897 at δ = 1e-5 on [0, 16]."""
+    """The floors that the README and the calculator's page state for ε = 3.897 at δ = 1e-5 on [0, 16]."""
     known, only = SampledGaussian(1.0, 1 / 29, 300, clip="hard"), DP(3.897, 1e-5, "add/remove")
     page = (HOME / CALCULATOR).read_text(encoding="utf-8")
     rows = {}
@@ -185,6 +185,9 @@ def test_floors_of_an_epsilon() -> None:
         rows[mechanism] = [f"±{format_floor(floor)}" for floor in floors]
     assert f"| the mechanism | ±6.75 | {' | '.join(rows[known])} |" in page
     assert f"| only its ε | ±0.324 | {' | '.join(rows[only])} |" in page
+    first, second, third = rows[only]
+    words = " ".join((HOME / "README.md").read_text(encoding="utf-8").split())
+    assert f"any attacker errs by at least {first}, {second} or {third} (a guess: ±8)" in words
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -173,15 +173,21 @@ def test_a_run_that_does_not_fit_its_leakage_is_one_line(base, kind) -> None:
     refused(base / "audit", f"leakage.safetensors do not belong together: {said}" if "left" not in said else said)
 
 
-@pytest.mark.parametrize(("name", "value"), [("nats", math.nan), ("nats", -1.0), ("nats_times_all", -1)])
+IMPOSSIBLE = [
+    ("nats", math.nan), ("nats", -1.0), ("nats_times_all", -1), ("nats_mean", math.nan), ("nats_mean", -1.0),
+    ("nats_mean", math.inf), ("nats_error", math.nan), ("nats_error", -1.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), IMPOSSIBLE)
 def test_a_ledger_of_impossible_divergences_is_refused(name, value, tmp_path) -> None:
-    """NaN was a chance of NaN, and a negative count a record that was never measured."""
+    """NaN was a chance of NaN, and a negative count a record that was never measured. Means were not looked at."""
     path = tmp_path / "ledger.safetensors"
     ledger_with_worlds().save(path)
     tensors, facts = unsealed(path)
     tensors[name][0, 1] = value
     path.write_bytes(sealed(tensors, facts))
-    with pytest.raises(InputError, match=f"path must be a ledger .*{name} must be finite and not negative"):
+    with pytest.raises(InputError, match=f"path must be a ledger .*{name} must be (finite and not|numbers, and)"):
         rb.FisherAccountant.load(path)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils.data import DataLoader, TensorDataset
 
+from reconbound.divergences import poisson_kl
 from reconbound.integrations.opacus import OpacusLedger, watch
 
 RECORDS, FEATURES, CLASSES = 60, 5, 3
@@ -98,8 +99,8 @@ class Training:
 
 
 def private(mode: str = "hooks", **changes: Any) -> Training:
-    """Makes a training private: options of make_private, and network=, dataset=, optimizer=, loader= of another one."""
-    torch.manual_seed(3)
+    """Makes a training private: options of make_private, and network=, dataset=, loader=, seed= ... of another one."""
+    torch.manual_seed(changes.pop("seed", 3))
     inner = changes.pop("network", None) or network()
     x, y = data()
     dataset = changes.pop("dataset", None) or TensorDataset(x, y, torch.arange(len(x)))
@@ -107,8 +108,8 @@ def private(mode: str = "hooks", **changes: Any) -> Training:
     loader = changes.pop("loader", None) or DataLoader(dataset, batch_size=changes.pop("batch_size", 12))
     plain = copy.deepcopy(inner)
     with quiet():
-        engine = PrivacyEngine()
-    criterion = nn.CrossEntropyLoss()
+        engine = changes.pop("engine", None) or PrivacyEngine()
+    criterion = changes.pop("criterion", None) or nn.CrossEntropyLoss()
     chosen = {"noise_multiplier": 0.8, "max_grad_norm": 1.0, "grad_sample_mode": mode, **changes}
     with quiet():
         found = engine.make_private(module=inner, optimizer=made, criterion=criterion, data_loader=loader, **chosen)
@@ -128,3 +129,28 @@ def gradients(model: nn.Module, parameters: dict[str, Tensor], x: Tensor, y: Ten
 
     each = vmap(grad(loss), in_dims=(None, 0, 0))(trained, x, y)
     return {name: g.flatten(1).double() for name, g in each.items()}
+
+
+def exact_divergence(made: Training, rate: float, bound: Any = None, noise: float = 0.8, of: Any = None) -> Tensor:
+    """Returns Σ_t k_q(‖g̃‖/σC)/q over the steps that a record takes part in, from gradients formed by torch.func."""
+    x, y = of or data()
+    total = torch.zeros(RECORDS, dtype=torch.float64)
+    for batch, parameters, norm in zip(made.batches, made.parameters, made.norms, strict=True):
+        if len(batch):
+            each = [g.norm(dim=1) for g in gradients(made.plain, parameters, x[batch], y[batch]).values()]
+            if bound is None:
+                clipped = torch.stack(each).norm(dim=0).clamp(max=norm)
+            else:
+                clipped = torch.stack([g.clamp(max=c) for g, c in zip(each, bound, strict=True)]).norm(dim=0)
+            total[batch] += poisson_kl(clipped / (noise * norm), rate) / rate
+    return total
+
+
+def measured(ledger: OpacusLedger) -> Tensor:
+    """Returns D of each record, 0 where it was never drawn, without the mechanism's cap."""
+    return ledger.finish().divergences.estimates("removed").mean
+
+
+def loader_of(**options: Any) -> DataLoader[Any]:
+    x, y = data()
+    return DataLoader(TensorDataset(x, y, torch.arange(60)), batch_size=12, **options)

@@ -8,7 +8,7 @@ import numpy as np
 
 SGD = ["--noise-multiplier", "1", "--sample-rate", "0.01", "--steps", "1000"]
 OUTPUT = ["--output-perturbation", "--loss", "logistic", "--records", "12665", "--l2", "0.01", "--noise-std", "0.01"]
-NAMES = ["theorem1", "theorem1_paper", "corners", "lecam", "rate_distortion"]
+NAMES = ["theorem1", "theorem1_paper", "corners", "lecam_unbiased", "lecam", "rate_distortion"]
 QUICK = ["--steps", "4", "--runs", "2", "--sample-rate", "0.1", "--seed", "1", "--lr", "0.5", "--model", "linear"]
 
 

@@ -1,4 +1,5 @@
-"""Small audits of every kind and one small sweep from the command line, for tests that copy and spoil them."""
+"""Small audits of every kind, one small sweep from the command line and the report of a training with Opacus, for tests
+that copy and spoil them."""
 
 from __future__ import annotations
 
@@ -47,3 +48,16 @@ def make(base: Path, *more: str) -> Path:
         done = injecting.ended(words)
         assert done.status == 0, done.err
     return base
+
+
+def make_watched(base: Path) -> None:
+    """Writes the report of a training with Opacus into watch/, with a world beside "removed"."""
+    import beside_opacus
+    import reconbound as rb
+    from reconbound.integrations.opacus import Measuring
+
+    made = beside_opacus.private(noise_multiplier=2.0)
+    worlds = {"<b>first</b>": rb.Replacement(0.0, [0])}
+    ledger = made.watch(measure=Measuring(made.network, epochs=2, worlds=worlds))
+    made.train(2)
+    ledger.report(base / "watch", name="lengths")

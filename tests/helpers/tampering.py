@@ -85,16 +85,21 @@ def _tamper_tensors(path: Path, rng: random.Random) -> str:
     if rng.random() < 0.5:
         facts, what = changed(facts, rng)
     else:
-        name = rng.choice(sorted(tensors))
-        what = f"tensor {name}"
-        if rng.random() < 0.15:
-            del tensors[name]
-        else:
-            tensors[name] = _other(tensors[name], rng)
+        what = changed_tensors(tensors, rng)
     if rng.random() < 0.5:  # as if it was not bound to the files beside it
         facts = {name: value for name, value in facts.items() if name not in ("run", "model")}
     path.write_bytes(sealed(tensors, facts))
     return what
+
+
+def changed_tensors(tensors: dict[str, Tensor], rng: random.Random) -> str:
+    """Removes one of the tensors, or puts another in its place; what was done."""
+    name = rng.choice(sorted(tensors))
+    if rng.random() < 0.15:
+        del tensors[name]
+    else:
+        tensors[name] = _other(tensors[name], rng)
+    return f"tensor {name}"
 
 
 def _other(tensor: Tensor, rng: random.Random) -> Tensor:

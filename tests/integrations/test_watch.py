@@ -11,11 +11,9 @@ from opacus.schedulers import LambdaGradClip, LambdaNoise
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from beside_opacus import RECORDS, Training, data, gradients, network, private
+from beside_opacus import RECORDS, Training, data, exact_divergence, loader_of, measured, network, private
 from reconbound import PrivateSGD, Settings
 from reconbound._internal.checks import InputError
-from reconbound.divergences import poisson_kl
-from reconbound.integrations.opacus import OpacusLedger
 from reconbound.training.settings import Callback
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook", "ignore:Secure RNG")
@@ -49,26 +47,6 @@ def divergence_of_private_sgd(made: Training, rate: float) -> Tensor:
     learner.fit(len(made.batches))
     assert learner.accountant is not None
     return learner.accountant.divergence()
-
-
-def exact_divergence(made: Training, rate: float, bound: Any = None, noise: float = 0.8) -> Tensor:
-    """Returns Σ_t k_q(‖g̃‖/σC)/q over the steps that a record takes part in, from gradients formed by torch.func."""
-    x, y = data()
-    total = torch.zeros(RECORDS, dtype=torch.float64)
-    for batch, parameters, norm in zip(made.batches, made.parameters, made.norms, strict=True):
-        if len(batch):
-            each = [g.norm(dim=1) for g in gradients(made.plain, parameters, x[batch], y[batch]).values()]
-            if bound is None:
-                clipped = torch.stack(each).norm(dim=0).clamp(max=norm)
-            else:
-                clipped = torch.stack([g.clamp(max=c) for g, c in zip(each, bound, strict=True)]).norm(dim=0)
-            total[batch] += poisson_kl(clipped / (noise * norm), rate) / rate
-    return total
-
-
-def measured(ledger: OpacusLedger) -> Tensor:
-    """Returns D of each record, 0 where it was never drawn, without the mechanism's cap."""
-    return ledger.finish().divergences.estimates("removed").mean
 
 
 def frozen() -> nn.Sequential:
@@ -230,9 +208,11 @@ def test_watching_draws_nothing_and_finishing_leaves_everything_as_it_was() -> N
     assert set(vars(made.optimizer)) == own
     made.train(1)
     assert ledger.steps == 5
-    again = made.watch()
+    with pytest.warns(UserWarning, match="10 steps were taken before watch: they are not in this ledger"):
+        again = made.watch()
     made.train(1)
     assert again.steps == 5
+    assert "10 steps were taken before watch" in " ".join(again.finish().caveats)
 
 
 def test_step_hooks_stay_and_may_be_added() -> None:
@@ -282,11 +262,6 @@ def test_loader_that_reorders_its_records_is_refused() -> None:
     with pytest.warns(UserWarning, match="batches are padded to the longest record"):
         ledger = private(loader=DataLoader(Numbers(), batch_size=12, collate_fn=in_order)).watch()
     assert any("padded" in statement for statement in ledger.statements)
-
-
-def loader_of(**options: Any) -> DataLoader[Any]:
-    x, y = data()
-    return DataLoader(TensorDataset(x, y, torch.arange(60)), batch_size=12, **options)
 
 
 @pytest.mark.parametrize("kind", ["sequential", "shuffle", "weighted", "plain"])
@@ -471,18 +446,6 @@ def test_class_weights_that_divide_by_the_batch_are_refused() -> None:
         made.watch()
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_loss_is_reduced_as_make_private_was_told(reduction: str) -> None:
-    """With the mean of the batch and loss_reduction="sum" each gradient is divided by the number of records drawn."""
-    made = private(loss_reduction=reduction)
-    made.criterion = nn.CrossEntropyLoss(reduction=reduction)
-    made.watch().finished = True
-    other = private(loss_reduction=reduction)
-    other.criterion = nn.CrossEntropyLoss(reduction="sum" if reduction == "mean" else "mean")
-    with pytest.raises(InputError, match=f"loss_fn must have reduction='{reduction}', as make_private was told"):
-        other.watch()
-
-
 def test_a_training_is_watched_once() -> None:
     made = private()
     ledger = made.watch()
@@ -545,8 +508,8 @@ def test_state_goes_into_checkpoints_of_opacus(tmp_path: Any) -> None:
 
 def test_runs_are_merged_for_limits() -> None:
     ledgers = []
-    for _ in range(2):
-        made = private()
+    for seed in (1, 2):
+        made = private(seed=seed)
         kept = made.watch()
         made.train(2)
         ledgers.append(kept.finish())

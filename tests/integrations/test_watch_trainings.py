@@ -1,10 +1,11 @@
-"""Whole trainings with Opacus, each with a report: its own MNIST example with three lines more, and three others."""
+"""Whole trainings with Opacus, each with a report: its own examples with three lines more, and three others."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,43 +28,77 @@ pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook", "ignore:Sec
 NOISE, BOUND = 0.9, 0.7
 
 
-def pictures(*_: Any, train: bool = True, **__: Any) -> TensorDataset:
-    """Stands in for torchvision's MNIST: few random pictures."""
+def pictures(shape: tuple[int, ...], *_: Any, train: bool = True, **__: Any) -> TensorDataset:
+    """Stands in for a data set of torchvision: few random pictures."""
     generator = torch.Generator().manual_seed(int(train))
-    return TensorDataset(
-        torch.randn(48, 1, 28, 28, generator=generator), torch.randint(0, 10, (48,), generator=generator)
-    )
+    return TensorDataset(torch.randn(48, *shape, generator=generator), torch.randint(0, 10, (48,), generator=generator))
 
 
-@pytest.mark.filterwarnings("ignore:.*pin_memory", "ignore:.*pinned memory")
-def test_opacus_own_example_with_three_lines_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    example = Path(inspect.getfile(PrivacyEngine)).parents[1] / "examples" / "mnist.py"
+IMPORT = {"from opacus import PrivacyEngine\n": "from reconbound.integrations.opacus import watch\n"}
+#: Of each example of Opacus: its options, and the lines after which `watch` and `report` stand.
+EXAMPLES: dict[str, tuple[list[str], dict[str, str]]] = {
+    "mnist": (
+        ["--device", "cpu", "-n", "2", "-b", "8"],
+        {
+            "                max_grad_norm=args.max_per_sample_grad_norm,\n            )\n": (
+                "            ledger = watch(optimizer, train_loader, nn.CrossEntropyLoss())\n"
+            ),
+            "        run_results.append(test(model, device, test_loader))\n": '        ledger.report("report")\n',
+        },
+    ),
+    "cifar10": (
+        ["--device", "cpu", "--epochs", "2", "--batch-size", "8", "-j", "1"],
+        {
+            "            grad_sample_mode=args.grad_sample_mode,\n        )\n": (
+                "        ledger = watch(optimizer, train_loader, nn.CrossEntropyLoss())\n"
+            ),
+            "        time_per_epoch.append(train_duration)\n": '        ledger.report("report")\n',
+        },
+    ),
+    "char-lstm-classification": (
+        ["--device", "cpu", "--epochs", "2", "-b", "8", "--data-root", "names", "--hidden-size", "4"],
+        {
+            "            max_grad_norm=args.max_per_sample_grad_norm,\n        )\n": (
+                "        ledger = watch(optimizer, train_loader, criterion)\n"
+            ),
+            "    mean_acc = test(model, test_loader, privacy_engine, args.delta, device=device)\n": (
+                '    ledger.report("report")\n'
+            ),
+        },
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory", "ignore:.*pinned memory", "ignore:Converting a tensor")
+@pytest.mark.filterwarnings("ignore:batches are padded")
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_opacus_own_examples_with_three_lines_more(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = Path(inspect.getfile(PrivacyEngine)).parents[1] / "examples" / f"{name}.py"
     if not example.exists():
         pytest.skip("this Opacus came without its examples")
+    options, own = EXAMPLES[name]
     text = example.read_text()
-    after_private = "                max_grad_norm=args.max_per_sample_grad_norm,\n            )\n"
-    watching = "            ledger = watch(optimizer, train_loader, nn.CrossEntropyLoss())\n"
-    after_training = "        run_results.append(test(model, device, test_loader))\n"
-    more = {
-        "from opacus import PrivacyEngine\n": "from reconbound.integrations.opacus import watch\n",
-        after_private: watching,
-        after_training: '        ledger.report("report")\n',
-    }
-    for line, added in more.items():
+    for line, added in (IMPORT | own).items():
         assert text.count(line) == 1
         text = text.replace(line, line + added)
     assert text.count("\n") == example.read_text().count("\n") + 3
     vision, transforms = ModuleType("torchvision"), ModuleType("torchvision.transforms")
-    transforms.Compose = transforms.ToTensor = transforms.Normalize = lambda *_: None  # type: ignore[attr-defined]
+    for kind in ("Compose", "ToTensor", "Normalize", "RandomCrop", "RandomHorizontalFlip"):
+        setattr(transforms, kind, lambda *_, **__: None)
     datasets = ModuleType("torchvision.datasets")
-    datasets.MNIST = pictures  # type: ignore[attr-defined]
+    datasets.MNIST, datasets.CIFAR10 = partial(pictures, (1, 28, 28)), partial(pictures, (3, 32, 32))  # type: ignore[attr-defined]
     vision.datasets, vision.transforms = datasets, transforms  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "torchvision", vision)
-    monkeypatch.setattr(sys, "argv", ["mnist.py", "--device", "cpu", "-n", "2", "-b", "8"])
+    for module in (vision, datasets, transforms):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    (tmp_path / "names").mkdir()
+    for language in ("one", "two"):
+        (tmp_path / "names" / language).write_text("".join(f"{'name' * (1 + k % 3)}\n" for k in range(30)))
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *options])
     monkeypatch.chdir(tmp_path)
-    exec(compile(text, "mnist.py", "exec"), {"__name__": "__main__"})
+    exec(compile(text, f"{name}.py", "exec"), {"__name__": "__main__"})
     run, leakage = read_audit(tmp_path / "report")
-    assert (run.data["kind"], run.data["records"], run.mechanism["steps"]) == ("image", 48, 12)
+    kind = "tokens" if "lstm" in name else "image"
+    assert (run.data["kind"], run.data["records"], run.mechanism["steps"]) == (kind, 48, 12)
     assert leakage.nats is not None
     assert float(leakage.nats.max()) > 0
 

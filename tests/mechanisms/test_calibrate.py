@@ -68,9 +68,9 @@ def test_the_noise_already_there_is_ignored():
 
 
 def test_closed_forms():
-    """One unsampled release: theorem 1 at 4m² = ε₂ with 1/(4(e^ε₂ − 1)) = target."""
+    """One unsampled release: theorem 1 from both ends at 4m² = ε₂ with 1/(e^ε₂ − 1) = target."""
     for target in (1e-3, 0.1, 10.0):
-        epsilon = math.log1p(1 / (4 * target))
+        epsilon = math.log1p(1 / target)
         sgd = calibrate(SampledGaussian(1.0, clip="hard"), target, bound="theorem1")
         assert sgd.noise == pytest.approx(2 / math.sqrt(epsilon), rel=2e-6)
         out = calibrate(OutputPerturbation(100, 0.1, 1.0), target, bound="theorem1", radius=math.inf)
@@ -157,7 +157,8 @@ def test_any_target_within_reach_is_met(name, rate, steps, dim, target, sampler)
     assert found.bound.value >= target
     assert SMALLEST_NOISE <= found.noise <= LARGEST_NOISE
     if found.noise > SMALLEST_NOISE:
-        less = with_noise(found.mechanism, found.noise * (1 - 3e-6))
+        accuracy = 1.01e-2 if name == "rate_distortion" else 3e-6
+        less = with_noise(found.mechanism, found.noise * (1 - accuracy))
         assert floor(name, less, dim=dim).value < target
 
 

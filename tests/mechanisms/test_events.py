@@ -134,7 +134,13 @@ def test_compositions_add_up_leaf_by_leaf():
     assert whole.overlap() < min(m.overlap() for m in each)
     assert whole.membership_advantage() > max(m.membership_advantage() for m in each)
     assert as_mechanism(Times(Both(parts), 3)).order2() == pytest.approx(3 * whole.order2())
-    assert [bound.name for bound in guarantee(whole).bounds] == ["theorem1", "corners", "lecam", "rate_distortion"]
+    assert [bound.name for bound in guarantee(whole).bounds] == [
+        "theorem1",
+        "corners",
+        "lecam_unbiased",
+        "lecam",
+        "rate_distortion",
+    ]
 
 
 def test_two_gaussians_are_one():

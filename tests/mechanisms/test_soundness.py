@@ -78,7 +78,7 @@ def test_output_perturbation_asks_for_the_loss(run, answer) -> None:
     logistic, softmax = (answer(*words, "--loss", loss) for loss in ("logistic", "softmax"))
     assert softmax["mechanism"]["loss"] == "softmax"
     assert any("softmax loss" in note for note in softmax["notes"])
-    order2 = [math.log1p(1 / found["bounds"][0]["mse"]) for found in (logistic, softmax)]  # R²/(e^ε₂ − 1) in d = 1
+    order2 = [math.log1p(4 / found["bounds"][0]["mse"]) for found in (logistic, softmax)]  # (2R)²/(e^ε₂ − 1) in d = 1
     assert order2[1] == pytest.approx(2 * order2[0], rel=1e-9)
 
 
@@ -194,8 +194,8 @@ def test_theorem1_paper_is_never_shown_as_a_guarantee(run, answer) -> None:
         found = guarantee(mechanism)
         (line,) = [line for line in str(found).splitlines() if line.startswith("theorem1_paper:")]
         assert line.startswith(f"theorem1_paper: {mark}")
-        assert [bound.proved for bound in found.bounds] == [True, False, True, True, True]
-        assert [b["proved"] for b in found.to_dict()["bounds"]] == [True, False, True, True, True]
+        assert [bound.proved for bound in found.bounds] == [True, False, True, True, True, True]
+        assert [b["proved"] for b in found.to_dict()["bounds"]] == [True, False, True, True, True, True]
         assert mark in str(floor("theorem1_paper", mechanism))
         assert "theorem1_paper" not in found.in_short
     sgd = ["--sample-rate", 0.01, "--steps", 1000]

@@ -1,8 +1,9 @@
-"""Noise: standard normal, a function of its key, never the same twice; the cipher is RFC 8439's, bit for bit."""
+"""Noise: standard normal, a function of its key, never the same twice. The cipher: tests/_internal/test_chacha.py."""
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 
 import calling
 import injecting
-from reconbound._internal.rng import keystream
+from reconbound._internal import chacha
 from reconbound.auditing.release import load_release
 from reconbound.report.folder import read_run
 from reconbound.training import noise
@@ -23,14 +24,7 @@ CPU = torch.device("cpu")
 
 def by_cipher(key: int, size: int) -> Tensor:
     """The numbers as they are made on a GPU, here on the CPU."""
-
-    class Elsewhere:
-        type = "elsewhere"
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(noise, "keystream", lambda *given: keystream(*given[:-1], CPU))
-        parts = [noise._bits(key.to_bytes(32, "little"), 0, size, Elsewhere())]  # type: ignore[arg-type]
-    return noise._normal(parts[0])[:size]
+    return noise.by_cipher(chacha.key_words(key.to_bytes(32, "little"), CPU), size)
 
 
 sources = pytest.mark.parametrize(
@@ -83,44 +77,106 @@ def test_sizes_of_zero_and_of_several_parts(monkeypatch) -> None:
     assert abs(float(x.var()) - 1) < 4 * (2 / 2501) ** 0.5
 
 
-def test_cipher_is_that_of_rfc_8439() -> None:
-    """Section 2.3.2 (one block), section 2.4.2 (the stream of two blocks, from its plaintext and ciphertext), and
-    appendix A.1, vectors 1 and 2 (all zeros)."""
-    key = bytes(range(32))
-
-    def stream(key: bytes, counter: int, nonce: str, blocks: int) -> bytes:
-        return keystream(key, counter, bytes.fromhex(nonce), blocks, CPU).T.contiguous().numpy().tobytes()
-
-    assert stream(key, 1, "000000090000004a00000000", 1).hex() == (
-        "10f1e7e4d13b5915500fdd1fa32071c4c7d1f4c733c068030422aa9ac3d46c4e"
-        "d2826446079faa0914c2d705d98b02a2b5129cd1de164eb9cbd083e8a2503c4e"
-    )
-    text = (
-        b"Ladies and Gentlemen of the class of '99: If I could offer you only one tip for the future, sunscreen would "
-        b"be it."
-    )
-    cipher = bytes(a ^ b for a, b in zip(text, stream(key, 1, "000000000000004a00000000", 2), strict=False))
-    assert cipher.hex() == (
-        "6e2e359a2568f98041ba0728dd0d6981e97e7aec1d4360c20a27afccfd9fae0bf91b65c5524733ab8f593dabcd62b3571639d624e65152ab"
-        "8f530c359f0861d807ca0dbf500d6a6156a38e088a22b65e52bc514d16ccf806818ce91ab77937365af90bbf74a35be6b40b8eedf2785e42"
-        "874d"
-    )
-    zeros = stream(bytes(32), 0, "00" * 12, 2).hex()
-    assert zeros[:128] == (
-        "76b8e0ada0f13d90405d6ae55386bd28bdd219b8a08ded1aa836efcc8b770dc7"
-        "da41597c5157488d7724e03fb8d84a376a43b8f41518a11cc387b669b2ee6586"
-    )
-    assert zeros[128:] == (
-        "9f07e7be5551387a98ba977c732d080dcb0f29a048e3656912c6533e32ee7aed"
-        "29b721769ce64e43d57133b074d839d531ed1f28510afb45ace10a1f4b794d6f"
-    )
+@sources
+def test_steps_and_counters_are_independent(source) -> None:
+    """Numbers of 300 keys, 40 of each: no two keys, and no two counters, are correlated, nor are their squares."""
+    x = torch.stack([source(key, 40) for key in range(300)])
+    for values in (x, (x.square() - 1) / 2**0.5):
+        for along in (values, values.T):  # keys; counters
+            between = along @ along.T / along.shape[1]
+            there = torch.triu(torch.ones_like(between), 1).bool()
+            assert abs(float(between[there].mean())) < 4.5 / (int(there.sum()) * along.shape[1]) ** 0.5
+            neighbours = (along[1:] * along[:-1]).mean()
+            assert abs(float(neighbours)) < 4.5 / (along.numel() - along.shape[1]) ** 0.5
+    means = x.mean(1) * 40**0.5
+    assert stats.kstest(means.numpy(), "norm").pvalue > 1e-3
 
 
-def test_counters_run_past_two_to_the_31() -> None:
-    """The words are signed; the cipher does not know it."""
-    both = keystream(bytes(32), 2**31 - 1, bytes(12), 2, CPU)
-    assert torch.equal(both[:, 1:], keystream(bytes(32), 2**31, bytes(12), 1, CPU))
-    assert not torch.equal(both[:, 0], both[:, 1])
+@sources
+def test_every_bit_of_a_uniform_number_is_fair(source, monkeypatch) -> None:
+    seen: list[Tensor] = []
+    own = noise._normal
+    monkeypatch.setattr(noise, "_normal", lambda bits: seen.append(bits) or own(bits))
+    source(3, 40_000)
+    bits = torch.cat([one.flatten() for one in seen])
+    assert len(bits) == 160_000
+    for k in range(11, 64):
+        assert abs(float(((bits >> k) & 1).double().mean()) - 0.5) < 4.5 * 0.5 / len(bits) ** 0.5, k
+
+
+def test_the_largest_number() -> None:
+    """All bits zero: u = 2⁻⁵⁴ four times over, at an angle of next to nothing."""
+    x = noise._normal(torch.zeros(2, 4, 1, dtype=torch.int64)).flatten()
+    assert float(x[0]) == pytest.approx(2 * (108 * np.log(2)) ** 0.5, rel=1e-12)
+    assert float(x[0]) < 17.31
+    ends = noise._normal(torch.full((2, 4, 1), -1))  # all bits one: u is next to 1
+    assert bool(ends.isfinite().all())
+    assert float(ends.abs().max()) < 1e-7
+
+
+def test_a_tail_of_the_radius_has_its_probability() -> None:
+    """P(R > r) is e^{−r²/2} at the ends of u's cells, down to the last one."""
+    for k in (1, 2, 1000, 2**40, 2**52):
+        words = torch.tensor([k - 1, k]) << 11  # the last value of u below k 2⁻⁵³, and the first above it
+        both = noise._normal(torch.stack([words, torch.zeros_like(words)])[:, None].repeat(1, 4, 1))[0] / 2
+        edge = (-2 * np.log(k * 2.0**-53)) ** 0.5
+        assert float(both[0]) >= edge * (1 - 1e-15)
+        assert float(both[1]) <= edge * (1 + 1e-15)
+        assert float(both[0]) > float(both[1]) or k > 2**30
+
+
+SUM = torch.randn(300, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_noise_of_a_gpu_is_the_same_for_the_same_bits_only(kind: torch.dtype) -> None:
+    total = SUM.to(kind)
+    own = noise.draw_without_waiting(total, 2**200, 3)
+    assert own.dtype == torch.float64
+    assert torch.equal(own, noise.draw_without_waiting(total.clone(), 2**200, 3))
+    others = [noise.draw_without_waiting(total, seed, step) for seed, step in ((2**200, 4), (2**200 + 1, 3))]
+    for i in (0, 1, 150, 299):  # one bit of one number
+        near = total.clone()
+        near[i] = torch.nextafter(total[i].float(), torch.tensor(9.0)) if kind == torch.float32 else total[i] * 1.01
+        others.append(noise.draw_without_waiting(near, 2**200, 3))
+    others.append(noise.draw_without_waiting(total.double() if kind != torch.float64 else total.float(), 2**200, 3))
+    for k, other in enumerate(others):
+        assert not bool((own == other).any()), k
+        assert abs(float(torch.corrcoef(torch.stack([own, other]))[0, 1])) < 4.5 / 300**0.5
+
+
+def test_noise_of_a_gpu_by_hand() -> None:
+    """Keys by HMAC-SHA-256, the hash in whole numbers, HChaCha20 twice, and Box and Muller in NumPy."""
+    kind = hashlib.sha256(b"torch.float32 300").digest()
+
+    def key_of(purpose: bytes) -> bytes:
+        fields = purpose.ljust(16, b"\0") + (3).to_bytes(8, "little") + kind
+        return hmac.new((2**200).to_bytes(32, "little"), b"reconbound" + fields, "sha256").digest()
+
+    def stream(key: bytes, blocks: int) -> np.ndarray:
+        words = chacha.keystream(chacha.key_words(key, CPU), 0, blocks)
+        return np.frombuffer(words.T.contiguous().numpy().tobytes(), "<u8")
+
+    factors = stream(key_of(b"noise hash"), 150).astype(object)
+    words = np.frombuffer(SUM.numpy().tobytes(), "<u4").astype(object)
+    sums = [int((factors[j::4] * words).sum()) % 2**64 for j in range(4)]
+    key = chacha.key_words(key_of(b"noise key"), CPU)
+    for half in (sums[:2], sums[2:]):
+        point = torch.tensor([s - 2**64 if s >= 2**63 else s for s in half]).view(torch.int32)
+        key = chacha.derived_key(key, point)
+    blocks = stream(key.numpy().tobytes(), 150).reshape(150, 2, 4)
+    u = ((blocks >> np.uint64(11)).astype(float) + 0.5) * 2.0**-53
+    radius, angle = np.sqrt(-2 * np.log(u[:, 0])), 2 * np.pi * u[:, 1]
+    expected = np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1).sum(2) / 2
+    drawn = noise.draw_without_waiting(SUM, 2**200, 3)
+    np.testing.assert_allclose(drawn.numpy(), expected.flatten(), rtol=1e-12, atol=1e-14)
+
+
+def test_parts_do_not_change_the_numbers_of_a_gpu(monkeypatch) -> None:
+    whole = by_cipher(9, 2501)
+    monkeypatch.setattr(noise, "_PART", 1000)
+    assert torch.equal(by_cipher(9, 2501), whole)
+    assert torch.equal(by_cipher(9, 7), whole[:7])
 
 
 def by_shake(key: int, size: int) -> np.ndarray:

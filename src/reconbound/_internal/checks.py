@@ -32,8 +32,12 @@ class InputError(ValueError):
     """A value that cannot be used; the message names the argument, the requirement and the value."""
 
     def __init__(self, name: str, requirement: str, value: object) -> None:
+        try:
+            text = repr(value)
+        except (RecursionError, ValueError):  # lists within each other, and whole numbers of thousands of digits
+            value = text = f"a {type(value).__name__}"
         self.name, self.requirement, self.value = name, requirement, value
-        super().__init__(f"{name} {requirement}, got {value!r}")
+        super().__init__(f"{name} {requirement}, got {text}")
 
 
 class DataError(InputError):
@@ -209,7 +213,10 @@ def file_path(name: str, value: Any) -> str:
 
 def _shown(value: Any) -> Any:
     """Returns the value, or only its type where its text would fill the screen."""
-    return value if len(repr(value)) <= 200 else f"a {type(value).__name__}"
+    try:
+        return value if len(repr(value)) <= 200 else f"a {type(value).__name__}"
+    except (RecursionError, ValueError):
+        return f"a {type(value).__name__}"
 
 
 def numbers(name: str, values: Any, *, at_least: float | None = None, above: float | None = None) -> np.ndarray:

@@ -15,7 +15,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,29 +25,32 @@ if TYPE_CHECKING:
 
 CONFIDENTIAL = 0o600
 PUBLIC = 0o644
-_BLANK = "0" * 64
+BLANK = "0" * 64
 _PART = re.compile(r"\..+\.[0-9a-f]{8}\.part")
 _STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-_SEAL = re.compile(rb'"sha256":"([0-9a-f]{64})"')
+SEAL = re.compile(rb'"sha256":"([0-9a-f]{64})"')
 
 
 class Unreadable(ValueError):
     """A file that reconbound did not write as it is; the message says why."""
 
 
-def write_whole(path: str | os.PathLike[str], content: bytes, *, mode: int = CONFIDENTIAL) -> None:
+def write_whole(
+    path: str | os.PathLike[str], content: bytes | Iterable[bytes | memoryview], *, mode: int = CONFIDENTIAL
+) -> None:
     """Writes a file so that a reader, or a crash at any moment, sees the old content or the new, never a part.
 
     Args:
         path: the file.
-        content: its bytes.
+        content: its bytes, or pieces of them.
         mode: its permissions.
     """
     target = Path(path)
     beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
         with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-            file.write(content)
+            for piece in [content] if isinstance(content, bytes) else content:
+                file.write(piece)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(beside, mode)
@@ -213,19 +216,21 @@ def sealed(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> bytes:
     """
     from safetensors.torch import save
 
-    metadata = {
-        "reconbound": json.dumps(facts, sort_keys=True),
-        "confidential": "per-record leakage: keep it secret",
-        "sha256": _BLANK,
-    }
+    metadata = seal_metadata(facts)
     own = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     content = save(own, metadata)
     header_end = 8 + int.from_bytes(content[:8], "little")
-    found = [m for m in _SEAL.finditer(content[:header_end]) if m.group(1).decode() == _BLANK]
+    found = [m for m in SEAL.finditer(content[:header_end]) if m.group(1).decode() == BLANK]
     if len(found) != 1:
         raise ValueError("a tensor's name or a fact looks like the file's own seal")
     start, end = found[0].span(1)
     return content[:start] + hashlib.sha256(content).hexdigest().encode() + content[end:]
+
+
+def seal_metadata(facts: Mapping[str, Any]) -> dict[str, str]:
+    """Returns what the header of a sealed file says beside its tensors, with a blank digest."""
+    said = json.dumps(facts, sort_keys=True)
+    return {"reconbound": said, "confidential": "per-record leakage: keep it secret", "sha256": BLANK}
 
 
 def unsealed(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -238,10 +243,10 @@ def unsealed(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str,
 
     content = Path(path).read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")  # of the header
-    seal = _SEAL.search(content[:end]) if 8 < end <= len(content) else None
+    seal = SEAL.search(content[:end]) if 8 < end <= len(content) else None
     if seal is None:
         raise Unreadable(f"{os.fspath(path)} is cut off or not a file of reconbound's")
-    blank = content[: seal.start(1)] + _BLANK.encode() + content[seal.end(1) :]
+    blank = content[: seal.start(1)] + BLANK.encode() + content[seal.end(1) :]
     if hashlib.sha256(blank).hexdigest().encode() != seal.group(1):
         raise Unreadable(f"{os.fspath(path)} is cut off or damaged: its content does not have the digest that it names")
     try:

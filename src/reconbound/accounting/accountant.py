@@ -8,14 +8,16 @@ docs/theory/accounting.md.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from reconbound._internal.checks import InputError, choice, flag, number, warn_user, whole
+from reconbound._internal.devices import send
 from reconbound.accounting import confidence as floors
+from reconbound.accounting import summaries
 from reconbound.accounting.checks import (
     Fingerprints,
     check_information,
@@ -24,13 +26,21 @@ from reconbound.accounting.checks import (
     checked_records,
     checked_weight,
 )
-from reconbound.accounting.confidence import Estimates, MostExposed, explain_no_limit, upper_limit, warn_if_imprecise
+from reconbound.accounting.compact import parts_of
+from reconbound.accounting.confidence import (
+    Estimates,
+    MostExposed,
+    explain_no_limit,
+    spread_of,
+    upper_limit,
+    warn_if_imprecise,
+)
 from reconbound.accounting.divergence_ledger import DivergenceLedger
 from reconbound.accounting.feature_ledger import Chosen, Diagonal, FeatureLedger
 from reconbound.accounting.joining import add_records, check_joinable
 from reconbound.accounting.record_ledger import RecordLedger
 from reconbound.accounting.spec import Account, checked_counts, checked_device, checked_scale
-from reconbound.accounting.storage import load_ledger, save_ledger
+from reconbound.accounting.storage import load_ledger, opened_ledger, save_ledger
 from reconbound.bounds import Bound
 from reconbound.data.dataset import checked_rows
 from reconbound.fisher import StepInformation
@@ -122,7 +132,13 @@ class FisherAccountant:
     # --- writing ---------------------------------------------------------------------
 
     def add(
-        self, indices: Tensor | Sequence[int], found: StepInformation, *, weight: float = 1.0, stratified: bool = False
+        self,
+        indices: Tensor | Sequence[int],
+        found: StepInformation,
+        *,
+        weight: float = 1.0,
+        stratified: bool = False,
+        checked: bool = False,
     ) -> None:
         """Adds one step's information about these records, and what their clipped norms say of "removed".
 
@@ -133,20 +149,32 @@ class FisherAccountant:
                 1/p when that is done at a share p of the steps, L·q when each record is measured once in L steps.
             stratified: the last of these: each record is measured exactly once in each block of steps. Not with
                 shuffled epochs, where the parameters at a step depend on whether the record was seen already.
+            checked: skip the checks of values, which wait for a GPU: who calls this has measured distinct records of
+                this account, without masked rows, and checks that the numbers are finite.
         """
         weight = checked_weight(self.account, weight, stratified)
-        index, found = checked_records(indices, found, StepInformation, self.account.records)
+        index = torch.as_tensor(indices) if checked else None
+        if index is None:
+            index, found = checked_records(indices, found, StepInformation, self.account.records)
         if index.numel() == 0:
             return
         self._rule(None)
-        self._check_information(index, found)
-        index = index.to(self.device, torch.int64)
+        if not checked:
+            check_information(self.account, index, found)
+        self._keep_facts(found)
+        index = send(index.to(torch.int64), self.device)
         across, along = self.traces.add(index, found, weight, stratified)
         self.features.add(index, found, across, along)
         self.divergences.add_information(index, found.clipped_norm, weight, stratified)
 
     def add_distances(
-        self, indices: Tensor | Sequence[int], found: StepDistances, *, weight: float = 1.0, stratified: bool = False
+        self,
+        indices: Tensor | Sequence[int],
+        found: StepDistances,
+        *,
+        weight: float = 1.0,
+        stratified: bool = False,
+        checked: bool = False,
     ) -> None:
         """Adds one step's distances between these records' clipped gradients in the real and in replaced worlds.
 
@@ -155,13 +183,16 @@ class FisherAccountant:
             found: the step's distances, of every replaced world that this ledger keeps.
             weight: as in `add`.
             stratified: as in `add`.
+            checked: as in `add`.
         """
         weight = checked_weight(self.account, weight, stratified)
-        index, found = checked_records(indices, found, StepDistances, self.account.records)
-        self.divergences.check_found(index, found)
+        index = torch.as_tensor(indices) if checked else None
+        if index is None:
+            index, found = checked_records(indices, found, StepDistances, self.account.records)
+            self.divergences.check_found(index, found)
         if index.numel():
             self._fingerprints.touch()
-            self.divergences.add(index.to(self.device, torch.int64), found, weight, stratified)
+            self.divergences.add(send(index.to(torch.int64), self.device), found, weight, stratified)
 
     def add_norms(
         self, indices: Tensor | Sequence[int], clipped_norm: Tensor, *, weight: float = 1.0, stratified: bool = False
@@ -180,9 +211,8 @@ class FisherAccountant:
             self._fingerprints.touch()
             self.divergences.add_norms(index.to(self.device, torch.int64), norms, weight, stratified)
 
-    def _check_information(self, index: Tensor, found: StepInformation) -> None:
-        """Refuses information that does not fit before anything is changed; keeps its caveats otherwise."""
-        check_information(self.account, index, found)
+    def _keep_facts(self, found: StepInformation) -> None:
+        """Refuses information without what is kept, before anything is changed; keeps its caveats otherwise."""
         if "spectral" in self.traces.state and found.spectral_bound is None:
             raise InputError("found", "must have the spectral norm: this ledger keeps it", None)
         self.features.check_found(found)
@@ -198,7 +228,8 @@ class FisherAccountant:
         Args:
             found: the step's information about the chosen records.
         """
-        self._check_information(self.features.check_followed(found), found)
+        check_information(self.account, self.features.check_followed(found), found)
+        self._keep_facts(found)
         factors = self.traces.factors(self.account.kept_rules[0], found.clipped_norm)
         across, along = (self.account.sample_rate * factor for factor in factors)
         self.features.follow(found, across, along)
@@ -240,14 +271,19 @@ class FisherAccountant:
         self.traces.finish_run()
         self.features.finish_run()
         if self.account.kept_rules:
-            self.features.choose(self.trace(), self.traces.measurements())
+            self.features.choose(self.traces.mean("trace")[0], self.traces.measurements())
 
-    def merge(self, other: FisherAccountant) -> None:
+    def merge(self, other: FisherAccountant | str | os.PathLike[str]) -> None:
         """Adds the finished runs of another ledger of the same account; refuses runs that this ledger already has.
 
         Args:
-            other: the other ledger.
+            other: the other ledger, or the file that it was saved to, which is then read part by part and needs no
+                memory.
         """
+        if isinstance(other, str | os.PathLike):
+            with opened_ledger(type(self), other) as stored:
+                self.merge(stored)
+            return
         self._check_alike(other)
         self._fingerprints.check_apart(other._fingerprints)
         if other.runs == 0:
@@ -302,9 +338,20 @@ class FisherAccountant:
     def _unit(self) -> float:
         return float(self.feature_scale.mean()) ** 2
 
-    def _estimates(self, rule: str | None) -> Estimates:
-        times, sampled = self.traces.measurements(), self.traces.sampled
-        return Estimates(self.dfil(rule), self.standard_error(rule), times, self.runs, sampled)
+    def estimates(self, rule: str | None = None, at: Any = slice(None)) -> Estimates:
+        """Returns means and errors of dFIL, and numbers of measurements.
+
+        Args:
+            rule: one of the account's; the first by default.
+            at: which records.
+        """
+        k, traces, d = self._rule(rule), self.traces, self.account.features
+        times = traces.measurements()[at]
+        return Estimates(traces.trace_mean(k, at) / d, traces.trace_error(k, at) / d, times, self.runs, traces.sampled)
+
+    def _passes(self, rule: str | None) -> Callable[[], Iterator[Estimates]]:
+        """Returns what begins a pass over the estimates of all records, in parts."""
+        return lambda: (self.estimates(rule, part) for part in parts_of(self.account.records))
 
     def _floors(self, k: int) -> tuple[Bound, float, str]:
         return self.traces.floors(k, self._unit(), self.caveats)
@@ -323,7 +370,7 @@ class FisherAccountant:
         Args:
             rule: one of the account's; the first by default.
         """
-        return self.traces.mean("trace")[self._rule(rule)].clone()
+        return self.traces.mean("trace")[self._rule(rule)].to(torch.float64, copy=True)
 
     def dfil(self, rule: str | None = None) -> Tensor:
         """Returns dFIL = Tr I/d of each record, (N,), in the model's input units: small is good.
@@ -365,9 +412,10 @@ class FisherAccountant:
         Guarantee: none that is proved. In simulated trainings of ten runs the limits covered the dFIL of the least
         covered record in at least 90 % of cases, and on average over records in 98 % (docs/theory/accounting.md).
         """
-        estimates = self._estimates(rule)
-        limits = upper_limit(estimates, confidence)
-        reason = explain_no_limit(estimates) if flag("warn", warn) else None
+        passes = self._passes(rule)
+        spread = spread_of(passes)
+        limits = torch.cat([upper_limit(estimates, confidence, spread) for estimates in passes()])
+        reason = self.no_limit_because(rule) if flag("warn", warn) else None
         if reason is not None and self._is_first("limits"):
             warn_user(f"no confidence limit (infinity): {reason}", ReconboundWarning)
         return limits
@@ -378,7 +426,8 @@ class FisherAccountant:
         Args:
             rule: one of the account's; the first by default.
         """
-        return explain_no_limit(self._estimates(rule))
+        passes = self._passes(rule)
+        return explain_no_limit(next(passes()), passes)
 
     def mse_floor(self, rule: str | None = None) -> Bound:
         """Returns 1/dFIL of each record: Theorem 2, for unbiased attackers, in squared data units.
@@ -391,12 +440,17 @@ class FisherAccountant:
         Args:
             rule: one of the account's; the first by default.
         """
-        k, limits = self._rule(rule), floors.lower_limits(self._estimates(rule), self._unit())
+        k = self._rule(rule)
+        limits = floors.lower_limits(self._passes(rule), self._unit()) if self.runs > 1 else None
         bound, relative, stated = self._floors(k)
+        self._warn_of_floors(k, relative, stated)
+        return floors.state_limits(bound, limits)
+
+    def _warn_of_floors(self, k: int, relative: float, stated: str) -> None:
+        """Warns, once a run, of floors that are imprecise or without information."""
         if self._is_first("floors"):
             warn_if_imprecise(relative, stated, self.runs)
             self.traces.warn_if_zeros(k)
-        return floors.state_limits(bound, limits)
 
     def feature_floors(self, *, average: bool = False) -> Bound:
         """Returns 1/I_jj of each record kept and feature, (kept, d), in squared data units; kept as in `rows`.
@@ -477,8 +531,10 @@ class FisherAccountant:
             k: the number of records.
             rule: one of the account's; the first by default.
         """
-        estimates, count = self._estimates(rule), whole("k", k)
-        return floors.rank_exposed(estimates, self.mse_floor(rule), floors.lower_limits(estimates, self._unit()), count)
+        count, number = whole("k", k), self._rule(rule)
+        bound, relative, stated = self.traces.floor_facts(number, self.caveats)
+        self._warn_of_floors(number, relative, stated)
+        return summaries.rank_exposed(self, count, rule, self._unit(), bound.notes)
 
     def group_floor(self, rows: Sequence[int], rule: str | None = None, confidence: float | None = None) -> Bound:
         """Returns the floor for a person who has several rows with the same private part (Theorem 2 for the group).
@@ -518,10 +574,15 @@ class FisherAccountant:
 
         "floor_lower_limit", after two runs or more: the 95 % lower confidence limits under the first rule. Records
         without a limit are left out. "floor_estimate": the estimates for every rule; more often too high than too low.
+        Both are left out where no Fisher information is kept. "divergences": for each world, what its `summary` has.
         """
-        self.mse_floor()  # for its warnings
-        values = {rule: self._floors(k)[0].value for k, rule in enumerate(self.account.kept_rules)}
-        return floors.summarize(self._estimates(None), values, self._unit(), self._statements())
+        found: dict[str, Any] = {"confidential": True, "runs": self.runs, "caveats": list(self._statements())}
+        if self.account.kept_rules:
+            _, relative, stated = self.traces.floor_facts(0, self.caveats)
+            self._warn_of_floors(0, relative, stated)
+            found = summaries.summarize(self, self._unit(), self._statements())
+        worlds = self.divergences.worlds
+        return {**found, "divergences": {world: self.divergences.summary(world) for world in worlds}}
 
     def guarantee(self, *, copies: int = 1, **space: Any) -> Guarantee:
         """Returns what the mechanism guarantees whatever the data: all floors of the calculator (may be published).
@@ -538,17 +599,21 @@ class FisherAccountant:
 
     def state(self) -> dict[str, Tensor]:
         """Returns a copy of the ledger's tensors, on the CPU."""
+        return {name: value.cpu().clone() for name, value in self.tensors().items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the ledger's tensors themselves, to be read before anything is added to it."""
         self.divergences.settle()
         parts = self.traces.state | self.features.state | self.divergences.state
-        found = {name: value.cpu().clone() for name, value in parts.items()}
-        return {**found, "fingerprints": self._fingerprints.tensor()}
+        return {**parts, "fingerprints": self._fingerprints.tensor()}
 
-    def restore(self, tensors: Mapping[str, Tensor], runs: int) -> None:
+    def restore(self, tensors: Mapping[str, Tensor], runs: int, *, copy: bool = True) -> None:
         """Restores what `state` returned; shapes are checked before anything is changed.
 
         Args:
             tensors: the ledger's tensors.
             runs: the number of finished runs.
+            copy: whether the tensors are somebody else's too; otherwise they become the ledger's own.
         """
         if not isinstance(tensors, Mapping) or not all(isinstance(value, Tensor) for value in tensors.values()):
             why = "must be a dictionary of tensors, as `state` returns"
@@ -558,11 +623,11 @@ class FisherAccountant:
         for part in parts:
             part.check(tensors)
         for part in parts:
-            part.restore(tensors, runs)
+            part.restore(tensors, runs, copy=copy)
         self._fingerprints = fingerprints
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the ledger to a file: safetensors, atomically, mode 0600, marked confidential.
+        """Writes the ledger to a file: safetensors, atomically, in parts, mode 0600, marked confidential.
 
         Args:
             path: the file to write.

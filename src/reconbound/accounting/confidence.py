@@ -7,9 +7,9 @@ squared unit of the model's input in the data's own units.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from reconbound._internal.checks import LARGEST, InputError, number, warn_user
 from reconbound._internal.formatting import format_floor
+from reconbound.accounting.compact import lower_median, order_statistics, parts_of
 from reconbound.bounds import Bound
 from reconbound.validate.model import ReconboundWarning
 
@@ -64,14 +65,40 @@ class Estimates:
         """Returns which records were measured with positive information. Others have no relative spread."""
         return (self.measured > 0) & (self.mean > 0)
 
-    def relative(self) -> tuple[Tensor, Tensor]:
-        """Returns r = error/mean of each record, 0 for one without information, and r̃, the median of the others."""
+    def relative(self) -> Tensor:
+        """Returns r = error/mean of each record, 0 for one without information."""
         some = self.informative
-        relative = torch.where(some, self.error / torch.where(some, self.mean, 1.0), 0.0)
-        return relative, relative[some].median()
+        return torch.where(some, self.error / torch.where(some, self.mean, 1.0), 0.0)
 
 
-def upper_limit(estimates: Estimates, confidence: float) -> Tensor:
+#: Begins a pass over the estimates of all records, in parts.
+Passes = Callable[[], Iterable[Estimates]]
+
+
+class Spread(NamedTuple):
+    """Holds what the limits of all records share: the lower quartile of their means, and the median of error/mean.
+
+    Both are over the records that were measured with positive information; None where there are none.
+    """
+
+    least: float | None
+    relative: float | None
+
+
+def spread_of(passes: Passes) -> Spread:
+    """Returns what the limits of all records share.
+
+    Args:
+        passes: over the estimates of all records.
+    """
+    means = order_statistics(
+        lambda: (e.mean[e.informative].cpu().numpy() for e in passes()), lambda count: [(count + 3) // 4 - 1]
+    )
+    relative = lower_median(lambda: (e.relative()[e.informative].cpu().numpy() for e in passes()))
+    return Spread(means[0] if means else None, relative)
+
+
+def upper_limit(estimates: Estimates, confidence: float, spread: Spread | None = None) -> Tensor:
     """Returns an upper confidence limit U for each record, (N,), or infinity where it would not hold.
 
         U = m · exp(t r̃) · (1 + t · max(0, r − r̃)),
@@ -86,32 +113,34 @@ def upper_limit(estimates: Estimates, confidence: float) -> Tensor:
     Args:
         estimates: means, errors and numbers of measurements.
         confidence: of the limit.
+        spread: of all records, where the estimates are of some; their own when None.
 
     >>> mean = torch.tensor([1.0, 2.0, 0.1, 4.0, 9.0], dtype=torch.float64)
     >>> error, measured = mean * torch.tensor([0.1, 0.2, 0.1, 0.05, 0.1]), torch.tensor([30, 30, 30, 30, 20])
     >>> upper_limit(Estimates(mean, error, measured, runs=10, sampled=True), 0.95).round(decimals=2).tolist()
     [1.45, 3.96, 1.45, 5.78, inf]
     """
-    mean, rare, some = estimates.mean, estimates.measured < estimates.fewest, estimates.informative
+    mean, rare = estimates.mean, estimates.measured < estimates.fewest
     if estimates.runs < 2:
         raise InputError("runs", "must be at least 2 for a confidence limit", estimates.runs)
     tail = 1 - (1 - number("confidence", confidence, above=0.0, below=1.0)) / 20
-    if not bool(some.any()):
+    known = spread_of(lambda: [estimates]) if spread is None else spread
+    if known.least is None or known.relative is None:
         return torch.zeros_like(mean).masked_fill(rare, torch.inf)
-    relative, spread = estimates.relative()
-    if float(spread) > WIDEST:
+    if known.relative > WIDEST:
         return torch.full_like(mean, torch.inf)
-    least = torch.maximum(mean, mean[some].kthvalue((int(some.sum()) + 3) // 4).values)
-    t = float(student.ppf(tail, estimates.runs - 1))
-    limit = least * torch.exp(t * spread) * (1 + t * (relative - spread).clamp(min=0))
+    least, t = mean.clamp(min=known.least), float(student.ppf(tail, estimates.runs - 1))
+    factor = mean.new_tensor(t * known.relative).exp()  # may be infinite
+    limit = least * factor * (1 + t * (estimates.relative() - known.relative).clamp(min=0))
     return limit.masked_fill(rare, torch.inf)
 
 
-def explain_no_limit(estimates: Estimates) -> str | None:
+def explain_no_limit(estimates: Estimates, passes: Passes | None = None) -> str | None:
     """Returns why `upper_limit` is infinite for some or all records, and the remedy; None where it is not.
 
     Args:
         estimates: means, errors and numbers of measurements.
+        passes: over the estimates of all records, where these are of some.
 
     >>> few = Estimates(torch.ones(2), torch.full((2,), 0.1), torch.tensor([30, 3]), runs=10, sampled=True)
     >>> explain_no_limit(few)
@@ -119,14 +148,15 @@ def explain_no_limit(estimates: Estimates) -> str | None:
     """
     if estimates.runs < 2:
         return f"{estimates.runs} finished run(s), and a limit needs two or more: use repeat"
-    reasons, rare = [], int((estimates.measured < estimates.fewest).sum())
+    over = (lambda: [estimates]) if passes is None else passes
+    counts = [(int((e.measured < e.fewest).sum()), len(e.measured)) for e in over()]
+    reasons, (rare, records) = [], map(sum, zip(*counts, strict=True))
     if rare:
         times = f"fewer than {FEWEST} times" if estimates.sampled else "never"
-        reasons.append(f"{rare:,} of {len(estimates.measured):,} records were measured {times} over all runs")
-    if bool(estimates.informative.any()):
-        spread = float(estimates.relative()[1])
-        if spread > WIDEST:
-            reasons.append(f"the runs differ too much (median relative standard error {spread:.2f}, above {WIDEST})")
+        reasons.append(f"{rare:,} of {records:,} records were measured {times} over all runs")
+    spread = spread_of(over).relative
+    if spread is not None and spread > WIDEST:
+        reasons.append(f"the runs differ too much (median relative standard error {spread:.2f}, above {WIDEST})")
     return "; ".join(reasons) + ": more runs or a larger budget" if reasons else None
 
 
@@ -143,8 +173,33 @@ def relative_median(value: Tensor, error: Tensor) -> float:
     >>> relative_median(torch.tensor([1.0, 2.0, 0.0]), torch.tensor([0.5, 0.2, torch.inf]))
     0.10000000149011612
     """
-    positive = value > 0
-    return float((error[positive] / value[positive]).median()) if bool(positive.any()) else math.inf
+    return median_ratio(lambda: [(value, error)])
+
+
+def median_ratio(passes: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> float:
+    """Returns the median of error/value where the value is positive; infinite where nothing was measured.
+
+    Args:
+        passes: begins a pass over values and errors, in parts.
+    """
+
+    def ratios() -> Iterator[np.ndarray]:
+        for value, error in passes():
+            positive = value > 0
+            yield (error[positive] / value[positive]).double().cpu().numpy()
+
+    found = lower_median(ratios)
+    return math.inf if found is None else found
+
+
+def median_of(counts: Tensor) -> float:
+    """Returns the lower median of counts, (N,); 0 where there are none.
+
+    Args:
+        counts: of each record.
+    """
+    parts = lambda: (counts[part].double().cpu().numpy() for part in parts_of(len(counts)))  # noqa: E731
+    return lower_median(parts) or 0.0
 
 
 def describe_one_run(times: float, *, squared: bool = True) -> str:
@@ -168,20 +223,19 @@ def describe_one_run(times: float, *, squared: bool = True) -> str:
     return f"{clause}, and up to {ten} % more than {factors[1]} times"
 
 
-def describe_precision(measured: Tensor, relative: float, of: str = "", *, runs: int) -> str:
+def describe_precision(times: float, relative: float, of: str = "", *, runs: int) -> str:
     """Returns the statement on precision for a floor's `assumes`.
 
     Args:
-        measured: the number of measurements of each record, (N,).
+        times: the median number of measurements of a record.
         relative: the median relative standard error.
         of: words that name what the standard error is of, such as " of a feature".
         runs: the number of runs.
 
-    >>> describe_precision(torch.tensor([1, 3, 3]), 0.42, runs=2)
+    >>> describe_precision(3.0, 0.42, runs=2)
     'estimated: measured 3 times per record (median), relative standard error 42 % (median); more often too high than
     too low'
     """
-    times = float(measured.double().median()) if len(measured) else 0.0
     size = f"relative standard error{of} {100 * relative:.0f} % (median)"
     if math.isinf(relative):
         size = f"standard error{of} not known"
@@ -207,11 +261,18 @@ def warn_if_imprecise(relative: float, precision: str, runs: int) -> None:
 # --- records -------------------------------------------------------------------------
 
 
-def quantiles(values: np.ndarray) -> dict[str, float]:
-    """Returns the lowest value and quantiles that some record has, by name; 0 where there are no values."""
-    names = {"lowest": 0.0, "1 %": 0.01, "10 %": 0.1, "median": 0.5, "90 %": 0.9}
-    at = np.quantile(values, list(names.values()), method="lower") if len(values) else [0.0] * len(names)
-    return {name: float(v) for name, v in zip(names, at, strict=True)}
+#: Shares of the records, by the name of the lowest value that so many have.
+QUANTILES = {"lowest": 0.0, "1 %": 0.01, "10 %": 0.1, "median": 0.5, "90 %": 0.9}
+
+
+def quantiles(passes: Callable[[], Iterator[np.ndarray]]) -> dict[str, float]:
+    """Returns the lowest value and quantiles that some record has, by name; 0 where there are no values.
+
+    Args:
+        passes: begins a pass over the values, in parts.
+    """
+    found = order_statistics(passes, lambda count: [math.floor((count - 1) * q) for q in QUANTILES.values()])
+    return dict(zip(QUANTILES, found or [0.0] * len(QUANTILES), strict=True))
 
 
 class Exposed(NamedTuple):
@@ -257,14 +318,15 @@ def floors_at(upper: Tensor, unit: float) -> np.ndarray:
         return np.minimum(unit / upper.cpu().numpy(), LARGEST)
 
 
-def lower_limits(estimates: Estimates, unit: float) -> np.ndarray | None:
-    """Returns the lower 95 % limits of the floors, (N,), 0 where there is none; None before the second run ends.
+def lower_limits(passes: Passes, unit: float) -> np.ndarray:
+    """Returns the lower 95 % limits of the floors after two runs or more, (N,), 0 where there is none.
 
     Args:
-        estimates: of dFIL.
+        passes: over the estimates of dFIL of all records.
         unit: s̄².
     """
-    return None if estimates.runs < 2 else floors_at(upper_limit(estimates, 0.95), unit)
+    spread = spread_of(passes)
+    return np.concatenate([floors_at(upper_limit(e, 0.95, spread), unit) for e in passes()])
 
 
 def state_limits(bound: Bound, limits: np.ndarray | None) -> Bound:
@@ -317,46 +379,3 @@ def group_bound(bound: Bound, dfil: Tensor, measured: Tensor, unit: float, confi
     value = min(unit / max(total, np.finfo(np.float64).tiny), LARGEST) if seen else 0.0
     return replace(bound, name="dfil_group", value=value, assumes=(*bound.assumes, note),
                    notes=(note, *bound.notes), estimate=confidence is None)  # fmt: skip
-
-
-def rank_exposed(estimates: Estimates, bound: Bound, limits: np.ndarray | None, k: int) -> MostExposed:
-    """Returns the k records with the lowest floors among those measured, lowest estimate first.
-
-    Args:
-        estimates: of dFIL.
-        bound: the estimated floors of all records.
-        limits: as `lower_limits` returns them.
-        k: the number of records.
-    """
-    dfil = estimates.mean.masked_fill(estimates.measured == 0, -1.0)
-    top = torch.topk(dfil, min(k, int((dfil >= 0).sum()))).indices.tolist()
-    lower = [None if limits is None or limits[i] == 0 else float(limits[i]) for i in top]
-    found = (Exposed(i, limit, float(bound.value[i])) for i, limit in zip(top, lower, strict=True))
-    return MostExposed(found, bound.notes)
-
-
-def summarize(
-    estimates: Estimates, floors: Mapping[str, np.ndarray], unit: float, caveats: tuple[str, ...]
-) -> dict[str, Any]:
-    """Returns quantiles of the floors and of their lower 95 % limits, and the number of measurements.
-
-    Args:
-        estimates: of dFIL under the first rule.
-        floors: of all records, (N,), by rule.
-        unit: s̄².
-        caveats: what must be stated with every floor of the ledger.
-    """
-    times, limits = estimates.measured.cpu(), lower_limits(estimates, unit)
-    seen = (times > 0).numpy()
-    found: dict[str, Any] = {"confidential": True, "runs": estimates.runs}
-    if limits is not None:
-        found["floor_lower_limit"] = quantiles(limits[limits > 0]) if (limits > 0).any() else None
-        found["without_limit"] = int((limits == 0).sum())
-        found["no_limit_because"] = explain_no_limit(estimates)
-    return found | {
-        "floor_estimate": {rule: quantiles(value[seen]) for rule, value in floors.items()},
-        "measured_per_record": {"least": int(times.min()), "median": float(times.double().median())},
-        "never_measured": int((~seen).sum()),
-        "caveats": list(caveats),
-        "relative_standard_error_median": relative_median(estimates.mean, estimates.error),
-    }

@@ -16,18 +16,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reconbound._internal.checks import InputError, choice
+from reconbound._internal.checks import InputError, choice, whole
+from reconbound._internal.devices import send
 from reconbound._internal.formatting import format_percent
+from reconbound.accounting import compact, summaries
 from reconbound.accounting.checks import check_clipped, check_mechanism
-from reconbound.accounting.confidence import Estimates, upper_limit
+from reconbound.accounting.compact import add_at, add_count, parts_of, rounded_up
+from reconbound.accounting.confidence import Estimates, Spread, median_of, spread_of, upper_limit
 from reconbound.accounting.divergence_queries import WorldDivergences, largest_divergence
-from reconbound.accounting.record_ledger import Ledger, add_variance, covered_steps, covers_all
+from reconbound.accounting.ledger import Ledger, add_variance, covered_steps, covers_all
 from reconbound.accounting.spec import Account
 from reconbound.divergences import poisson_kl, poisson_pair_kl
 from reconbound.fisher.worlds import REMOVED, StepDistances
 
 #: Batches whose norms are added together, and the number of pairs of worlds from which their divergences are computed.
 _BATCHES, _PAIRS = 32, 1024
+#: Tensors that hold no negative number.
+_NOT_NEGATIVE = ("nats", "nats_mean", "kept_nats", "nats_times", "nats_times_all")
 
 
 class DivergenceLedger(Ledger):
@@ -64,10 +69,11 @@ class DivergenceLedger(Ledger):
         self.reach = account.mechanism().m  # the largest clipped norm over the noise
         if self.worlds:
             shape = (len(self.worlds), account.records)
-            self.keep("nats", *shape, error=True)
-            self.state["nats_last"] = torch.zeros(shape, dtype=torch.float64, device=device)
+            kind, count = compact.kinds_for(account.records)
+            self.keep("nats", *shape, dtype=kind, error=True)
+            self.state["nats_last"] = compact.zeros(shape, kind, device)
             for name in ("nats_times", "nats_times_all"):
-                self.state[name] = torch.zeros(shape, dtype=torch.int64, device=device)
+                self.state[name] = compact.zeros(shape, count, device)
             for name in ("nats_sampled", "nats_partial"):
                 self.state[name] = torch.zeros(len(self.worlds), dtype=torch.bool, device=device)
             # in each world: the sum of the present run's weights, and the largest of all runs
@@ -119,7 +125,7 @@ class DivergenceLedger(Ledger):
         if stratified:
             self._add_norms(index, clipped_norm, weight, stratified)
             return
-        self._pending.append((index.to(self.device, torch.int64), clipped_norm.detach().to(self.device), weight))
+        self._pending.append((send(index.to(torch.int64), self.device), clipped_norm.detach().to(self.device), weight))
         if len(self._pending) >= _BATCHES:
             self.settle()
 
@@ -178,7 +184,7 @@ class DivergenceLedger(Ledger):
         entry, chance = weight * nats, min(1.0, self.account.sample_rate / weight)
         if self.account.sampler == "shuffle":
             chance = min(1.0, 1 / weight)  # of a step in which it takes part
-        self.state["nats"][k].index_add_(0, index, entry)
+        add_at(self.state["nats"][k], index, entry)
         self.state["nats_weights"][0, k] += weight * len(index)
         self.state["nats_weights"][1, k].clamp_(min=weight)
         self.state["nats_sampled"][k] |= chance < 1
@@ -186,7 +192,7 @@ class DivergenceLedger(Ledger):
             state = self.state
             so_far = (state["nats_error"][k], state["nats_last"][k], state["nats_times"][k])
             add_variance(*so_far, index, entry, torch.zeros_like(entry), chance, stratified)
-        self.state["nats_times"][k].index_add_(0, index, torch.ones_like(index))
+        add_count(self.state["nats_times"][k], index)
 
     # --- runs ----------------------------------------------------------------------------
 
@@ -217,7 +223,7 @@ class DivergenceLedger(Ledger):
         for world in self.incomplete():  # settles
             self.state["nats_partial"][self.index(world)] = True
         if self.worlds:
-            self.state["nats_times_all"] += self.state["nats_times"]
+            self.add_counts("nats_times", "nats_times_all")
         super().finish_run()
 
     def clear_run(self) -> None:
@@ -225,29 +231,33 @@ class DivergenceLedger(Ledger):
         self._pending, self._pending_pairs = [], []
         super().clear_run()
         if self.worlds:
-            for values in (self.state["nats_times"], self.state["nats_last"], self.state["nats_weights"][0]):
-                values.zero_()
+            self.empty("nats_times", "nats_last")
+            self.state["nats_weights"][0].zero_()
 
-    def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Refuses tensors that do not fit, and divergences and counts that are no numbers or negative."""
-        super().check(tensors)
-        for name in (name for name in self.state if name in ("nats", "nats_times", "nats_times_all")):
-            if not bool((tensors[name].isfinite() & (tensors[name] >= 0)).all()):
-                raise InputError(name, "must be finite and not negative", float(tensors[name].min()))
+    def check_content(self, name: str, values: Tensor) -> None:
+        """Refuses divergences and counts that are no numbers, infinite or negative."""
+        super().check_content(name, values)
+        if name in _NOT_NEGATIVE and not bool((values.isfinite() & (values >= 0)).all()):
+            raise InputError(name, "must be finite and not negative", float(values.min()))
 
-    def restore(self, tensors: Mapping[str, Tensor], runs: int) -> None:
+    def restore(self, tensors: Mapping[str, Tensor], runs: int, *, copy: bool = True) -> None:
         """Restores the tensors and the number of finished runs; what was pending is dropped."""
         self._pending, self._pending_pairs = [], []
-        super().restore(tensors, runs)
+        super().restore(tensors, runs, copy=copy)
 
     def merge(self, other: Ledger) -> None:
         """Adds the finished runs of another such ledger."""
         self.settle()
         if self.worlds:
-            theirs = other.state["nats_times_all"].to(self.device)
+            before, n = self.state["nats_times_all"].any(1), self.account.records
+            theirs = torch.zeros_like(before)
+            for k, row in enumerate(self.state["nats_times_all"]):
+                for part in parts_of(n):
+                    times = other.part("nats_times_all", slice(k * n + part.start, k * n + part.stop)).to(self.device)
+                    theirs[k] |= times.any()
+                    row[part] += times
             if self.runs > 0:  # the runs of a ledger without measurements of a world count as 0
-                self.state["nats_partial"] |= self.state["nats_times_all"].any(1) != theirs.any(1)
-            self.state["nats_times_all"] += theirs
+                self.state["nats_partial"] |= before != theirs
             for name in ("nats_sampled", "nats_partial"):
                 self.state[name] |= other.state[name].to(self.device)
             largest = self.state["nats_weights"][1]
@@ -269,7 +279,7 @@ class DivergenceLedger(Ledger):
         """
         ledger = cls(account, [name for name in worlds if name != REMOVED], torch.device("cpu"))
         for own, number_of in zip(nats, times, strict=True):
-            ledger.state["nats"].copy_(own)
+            ledger.state["nats"].copy_(rounded_up(own.double(), ledger.state["nats"].dtype))
             ledger.state["nats_times"].copy_(number_of)
             if ledger.runs == 0:
                 ledger.state["nats_error"].fill_(torch.inf)  # the precision of a single run is not known
@@ -308,17 +318,47 @@ class DivergenceLedger(Ledger):
         k = self.index(world)
         return self.state["nats_times_all"][k] + self.state["nats_times"][k]
 
-    def estimates(self, world: str) -> Estimates:
+    def measurements(self, world: str) -> Tensor:
+        """Returns the number of measurements per record in finished runs, or in the first run so far, (N,)."""
+        self.settle()
+        return self.state["nats_times_all" if self.runs else "nats_times"][self.index(world)]
+
+    def estimates(self, world: str, at: Any = slice(None)) -> Estimates:
         """Returns means, errors and numbers of measurements of D, without the cap.
 
         Measurements of a run in progress count only while it is the first: the means are those of finished runs.
+
+        Args:
+            world: one of `worlds`.
+            at: which records.
         """
-        self.settle()
-        k = self.index(world)
-        times = self.state["nats_times_all" if self.runs else "nats_times"][k].clone()
-        error = torch.where(times > 0, self.standard_error("nats")[k], torch.inf)
-        mean = self.mean("nats")[k].clamp(min=0)
+        k, times = self.index(world), self.measurements(world)[at].clone()
+        error = torch.where(times > 0, self.standard_error("nats", (k, at)), torch.inf)
+        mean = self.mean("nats")[k, at].double().clamp(min=0)
         return Estimates(mean, error, times, self.runs, bool(self.state["nats_sampled"][k]))
+
+    def spread(self, world: str) -> Spread:
+        """Returns what the upper limits of all records share.
+
+        Args:
+            world: one of `worlds`.
+        """
+        return spread_of(lambda: (self.estimates(world, part) for part in parts_of(self.account.records)))
+
+    def divergence_of(
+        self, world: str, at: Any, confidence: float | None = None, spread: Spread | None = None
+    ) -> Tensor:
+        """Returns D of some records, in nats, as `divergence` does.
+
+        Args:
+            world: one of `worlds`.
+            at: which records.
+            confidence: return upper limits over runs at this confidence.
+            spread: what `spread` returns, for upper limits.
+        """
+        found = self.estimates(world, at)
+        nats = found.mean if confidence is None else upper_limit(found, confidence, spread)
+        return torch.where(found.measured > 0, nats, torch.inf).clamp(max=self.cap(world))
 
     def divergence(self, world: str = REMOVED, confidence: float | None = None) -> Tensor:
         """Returns D of each record, in nats, (N,), never above the mechanism's cap; the cap for one never measured.
@@ -327,9 +367,8 @@ class DivergenceLedger(Ledger):
             world: one of `worlds`.
             confidence: return upper limits over runs at this confidence instead; needs two finished runs or more.
         """
-        found, top = self.estimates(world), self.cap(world)
-        nats = found.mean if confidence is None else upper_limit(found, confidence)
-        return torch.where(found.measured > 0, nats, torch.inf).clamp(max=top)
+        spread, records = None if confidence is None else self.spread(world), self.account.records
+        return torch.cat([self.divergence_of(world, part, confidence, spread) for part in parts_of(records)])
 
     def towards(self, world: str = REMOVED, confidence: float | None = None) -> WorldDivergences:
         """Returns the divergences to a world, whose queries bind every attacker on every model.
@@ -342,9 +381,28 @@ class DivergenceLedger(Ledger):
         mean = torch.where(found.measured > 0, found.mean, top).cpu().numpy() if confidence is None else nats
         return WorldDivergences(self.account, world, nats, mean, self._notes(world, found, confidence))
 
+    def summary(self, world: str = REMOVED) -> dict[str, Any]:
+        """Returns quantiles of D over the records, and the largest chances of success that belong to them.
+
+        They depend on the data and are confidential. No number is kept for each record beside the ledger's own.
+
+        Args:
+            world: one of `worlds`.
+        """
+        return summaries.summarize_divergences(self, world)
+
+    def most_exposed(self, k: int = 10, world: str = REMOVED) -> list[tuple[int, float]]:
+        """Returns the k records with the largest D among those measured, and D in nats, the largest first.
+
+        Args:
+            k: the number of records.
+            world: one of `worlds`.
+        """
+        return summaries.most_exposed(self, whole("k", k), world)
+
     def _notes(self, world: str, found: Estimates, confidence: float | None) -> tuple[str, ...]:
         """Describes on what the divergences to a world rest."""
-        times = float(found.measured.double().median())
+        times = median_of(found.measured)
         measured = f"estimated: measured {times:g} times per record (median) in {max(self.runs, 1)} run(s)"
         if not self.runs:
             measured = f"a run in progress, so far {measured}"

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from reconbound._internal.checks import InputError, choice, number, numbers, whole
-from reconbound.accounting.confidence import describe_precision, relative_median
+from reconbound.accounting.compact import extremes
+from reconbound.accounting.confidence import describe_precision, median_of, relative_median
 from reconbound.accounting.divergence_queries import group_means
-from reconbound.accounting.record_ledger import Ledger
+from reconbound.accounting.ledger import Ledger
 from reconbound.accounting.spec import Account
 from reconbound.bounds import Bound, mean_van_trees, per_feature
 from reconbound.fisher import StepInformation
@@ -155,14 +156,19 @@ class FeatureLedger(Ledger):
     def _keep_rows(self, rows: Tensor) -> None:
         """Creates empty ledgers of these records. Chosen ones are few: in float64, with a number of runs for each."""
         self.rows = rows
-        place = torch.full((self.account.records,), -1, dtype=torch.int64)
-        place[rows] = torch.arange(len(rows))
-        self._place = place.to(self.device)
+        self._sorted, self._order = (part.to(self.device) for part in rows.sort())
         dtype = torch.float32 if self.choice is None else torch.float64
         self.keep("diagonal", len(rows), self.account.features, dtype=dtype, error=True)
         if self.choice is not None:
             self.state["diagonal_runs"] = torch.zeros(len(rows), dtype=torch.int64, device=self.device)
             self.state["rows"] = rows
+
+    def _places(self, index: Tensor) -> Tensor:
+        """Returns the place of each of these records among those kept, −1 for others."""
+        if not len(self._sorted):
+            return torch.full_like(index, -1)
+        at = torch.searchsorted(self._sorted, index).clamp(max=len(self._sorted) - 1)
+        return torch.where(self._sorted[at] == index, self._order[at], -1)
 
     def run_counts(self, name: str) -> int | Tensor:
         """Returns the number of finished runs in the quantity's mean; of chosen records for each, (k, 1)."""
@@ -211,7 +217,7 @@ class FeatureLedger(Ledger):
         if self.kind == "average" or self.followed:
             return
         if self.rows is not None:
-            place = self._place[index]
+            place = self._places(index)
             index, entries = place[place >= 0], entries[place >= 0]
         self.state["diagonal"].index_add_(0, index, entries.to(self.state["diagonal"].dtype))
         if self.choice is None and self.runs == 0:  # in expectation no less than the variance of the run's sum
@@ -251,10 +257,7 @@ class FeatureLedger(Ledger):
         wanted = self.choice
         if wanted is None or self.rows is None or len(self.rows) or self.runs < wanted.after:
             return
-        order = torch.argsort(mean_trace, descending=True, stable=True).cpu()
-        order = order[(measured.cpu() > 0)[order]]
-        least = order[max(wanted.most, len(order) - wanted.least) :] if wanted.least else order[:0]
-        self._keep_rows(torch.cat([order[: wanted.most], least]))
+        self._keep_rows(extremes(mean_trace, lambda part: measured[part] > 0, wanted.most, wanted.least))
 
     def merge(self, other: Ledger) -> None:
         """Adds the finished runs of another such ledger. Chosen records of either are kept.
@@ -276,7 +279,7 @@ class FeatureLedger(Ledger):
         assert self.rows is not None
         before, own, self.state = self.state, self.rows, dict(self.state)
         self._keep_rows(rows)
-        at = self._place[own.to(self.device)]
+        at = self._places(own.to(self.device))
         for name, value in before.items():
             if name.startswith("diagonal"):
                 self.state[name][at] = value
@@ -287,7 +290,9 @@ class FeatureLedger(Ledger):
         """Returns whether the other ledger keeps the same parts, so that the two can be merged."""
         if self.kind != other.kind or self.choice != other.choice:
             return False
-        return self.kind != "some" or self._place.cpu().equal(other._place.cpu())
+        if self.kind != "some":
+            return True
+        return self.rows is not None and other.rows is not None and self.rows.equal(other.rows)
 
     def floors(
         self, scale: Tensor, measured: Tensor, average: bool, caveats: tuple[str, ...]
@@ -321,7 +326,7 @@ class FeatureLedger(Ledger):
             if self.choice is not None:
                 assumes += (f"records chosen by {self.choice.after} run(s), measured in the others",)
             times, relative = self.precision(measured)
-            notes = (describe_precision(times, relative, " of a feature", runs=self.runs), *notes)
+            notes = (describe_precision(median_of(times), relative, " of a feature", runs=self.runs), *notes)
         found = replace(bound, value=value, sampler=self.account.sampler, assumes=(*assumes, *notes), notes=notes,
                         estimate=True)  # fmt: skip
         return found, relative, notes[0]
@@ -404,8 +409,8 @@ class FeatureLedger(Ledger):
             wanted._keep_rows(rows.to(torch.int64).cpu())
         super(FeatureLedger, wanted).check(tensors)
 
-    def restore(self, tensors: Mapping[str, Tensor], runs: int) -> None:
+    def restore(self, tensors: Mapping[str, Tensor], runs: int, *, copy: bool = True) -> None:
         """Restores the tensors, which have been checked, and the number of finished runs."""
         if self.choice is not None:
             self._keep_rows(tensors["rows"].to("cpu", torch.int64, copy=True))
-        super().restore(tensors, runs)
+        super().restore(tensors, runs, copy=copy)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from reconbound._internal.checks import InputError
-from reconbound.accounting.record_ledger import Ledger
+from reconbound.accounting.ledger import Ledger
 
 if TYPE_CHECKING:
     from reconbound.accounting.accountant import FisherAccountant

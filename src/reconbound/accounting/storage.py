@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +12,18 @@ import torch
 from torch import Tensor
 
 from reconbound._internal.checks import InputError, choice, file_path
-from reconbound._internal.files import CONFIDENTIAL, Unreadable, sealed, unsealed, write_whole
+from reconbound._internal.files import Unreadable
+from reconbound._internal.large_files import SealedFile, write_sealed
+from reconbound.accounting import compact
 from reconbound.accounting.feature_ledger import KINDS, Chosen
 from reconbound.accounting.spec import Account, checked_device
 from reconbound.fisher.worlds import REMOVED
 
 if TYPE_CHECKING:
     from reconbound.accounting.accountant import FisherAccountant
+
+#: What the names of tensors with a number for each record begin with; features are kept of few records.
+_LONG = ("trace", "last", "measured", "spectral", "nats")
 
 
 def save_ledger(ledger: FisherAccountant, path: str | os.PathLike[str]) -> None:
@@ -34,8 +40,8 @@ def save_ledger(ledger: FisherAccountant, path: str | os.PathLike[str]) -> None:
     facts |= {"from_batches": ledger.divergences.from_batches}
     if ledger.features.choice is not None:
         facts["choice"] = asdict(ledger.features.choice)
-    tensors = {**ledger.state(), "feature_scale": ledger.feature_scale}
-    write_whole(file_path("path", path), sealed(tensors, {"ledger": facts}), mode=CONFIDENTIAL)
+    tensors = {**ledger.tensors(), "feature_scale": ledger.feature_scale}
+    write_sealed(file_path("path", path), tensors, {"ledger": facts})
 
 
 def load_ledger(
@@ -48,16 +54,50 @@ def load_ledger(
         path: the file.
         device: where the ledger will live.
     """
-    path, where = file_path("path", path), checked_device(device)
+    where = checked_device(device)
+    with _opened(path) as file:
+        tensors = {name: file.read(name) for name in file.names}
+        return _checked(kind, path, tensors, file.facts, where)
+
+
+@contextmanager
+def opened_ledger(kind: type[FisherAccountant], path: str | os.PathLike[str]) -> Iterator[FisherAccountant]:
+    """Yields the ledger in a file for `merge` only: its large tensors are read from the file, part by part.
+
+    Args:
+        kind: the class of the ledger.
+        path: the file.
+    """
+    with _opened(path) as file:
+        large = {name for name in file.names if name.startswith(_LONG) and file.empty(name).numel() > compact.PART}
+        tensors = {name: file.empty(name) if name in large else file.read(name) for name in file.names}
+        ledger = _checked(kind, path, tensors, file.facts, checked_device("cpu"))
+        for part in (ledger.traces, ledger.features, ledger.divergences):
+            part.stored, part.in_file = file, large & set(part.state)
+        yield ledger
+
+
+@contextmanager
+def _opened(path: str | os.PathLike[str]) -> Iterator[SealedFile]:
+    name = file_path("path", path)
     try:
-        tensors, content = unsealed(path)
+        file = SealedFile(name)
     except (IsADirectoryError, Unreadable) as reason:
-        raise InputError("path", f"must be a ledger that reconbound saved ({reason})", path) from None
+        raise InputError("path", f"must be a ledger that reconbound saved ({reason})", name) from None
+    with file:
+        yield file
+
+
+def _checked(
+    kind: type[FisherAccountant], path: Any, tensors: dict[str, Tensor], content: Mapping[str, Any], where: torch.device
+) -> FisherAccountant:
+    """Returns the ledger of a file's tensors and facts; refuses those that do not fit with the reason."""
     try:
         return _restored(kind, tensors, content["ledger"], where)
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as reason:  # its digest is right
         why = f"({type(reason).__name__}: {' '.join(str(reason).split())[:200]})"
-        raise InputError("path", f"must be a ledger of this version of reconbound: measure again {why}", path) from None
+        what = f"must be a ledger of this version of reconbound: measure again {why}"
+        raise InputError("path", what, os.fspath(path)) from None
 
 
 def _restored(
@@ -81,7 +121,7 @@ def _restored(
         worlds=[name for name in worlds if name != REMOVED] if worlds else None,
         device=device,
     )
-    ledger.restore(tensors, facts["runs"])
+    ledger.restore(tensors, facts["runs"], copy=False)
     ledger.features.followed, ledger.needs_range = facts["followed"], facts["needs_range"]
     ledger.divergences.from_batches = bool(facts["from_batches"])
     ledger.caveats = tuple(facts["caveats"])

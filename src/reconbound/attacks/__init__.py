@@ -1,16 +1,38 @@
-"""Attacks that rebuild training records from what was released and what the attacker knows."""
+"""Attacks that rebuild training records from what was released and what the attacker knows.
 
-from reconbound.attacks.glm import AttackerKnowledge, AttackReport, reconstruct, simulate
-from reconbound.attacks.likelihood import most_likely
-from reconbound.attacks.private_sgd import SGDAttackReport, SGDTrials, simulate_sgd
+Every attack has one form: `attack(released, known)` returns `Guesses` (form.py).
+"""
+
+from reconbound.attacks.form import Attack, Guesses
+from reconbound.attacks.glm import AttackerKnowledge, AttackReport, GLMAttack, reconstruct, simulate
+from reconbound.attacks.knowledge import SGDKnowledge, Transcript, transcript_of
+from reconbound.attacks.likelihood import LikeliestGLMRecord, most_likely
+from reconbound.attacks.private_sgd import Inversion, LikeliestRecord, Membership, OneOf, with_expectation
+from reconbound.attacks.simulate import SGDAttackReport, SGDTrials, simulate_sgd
+from reconbound.attacks.trainings import Changed, Training, train_many
 
 __all__ = [
+    "Attack",
     "AttackReport",
     "AttackerKnowledge",
+    "Changed",
+    "GLMAttack",
+    "Guesses",
+    "Inversion",
+    "LikeliestGLMRecord",
+    "LikeliestRecord",
+    "Membership",
+    "OneOf",
     "SGDAttackReport",
+    "SGDKnowledge",
     "SGDTrials",
+    "Training",
+    "Transcript",
     "most_likely",
     "reconstruct",
     "simulate",
     "simulate_sgd",
+    "train_many",
+    "transcript_of",
+    "with_expectation",
 ]

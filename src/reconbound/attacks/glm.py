@@ -17,6 +17,7 @@ import numpy as np
 
 from reconbound._internal.checks import InputError, choice, number, numbers, whole
 from reconbound._internal.formatting import format_number
+from reconbound.attacks.form import Guesses
 from reconbound.attacks.roots import logistic_slopes, softmax_slopes, squared_slopes
 from reconbound.linear.solver import Logistic, Loss, Optimum, Softmax, Squared, targets_of
 
@@ -179,6 +180,26 @@ def reconstruct(weights: Any, known: AttackerKnowledge, *, method: str = "label"
         candidates = v[0, :d] / np.where(np.abs(t) < TINY, TINY, t)
         out[i] = candidates[int(np.argmin(np.sum((candidates - near) ** 2, axis=1)))]
     return out[0] if single else out
+
+
+@dataclass(frozen=True)
+class GLMAttack:
+    """Rebuilds the missing record from each released model: `reconstruct`, in the form of every attack.
+
+    Attributes:
+        method: "label" or "ratio", as in `reconstruct`.
+    """
+
+    method: str = "label"
+
+    def __call__(self, released: Any, known: AttackerKnowledge) -> Guesses:
+        """Returns an answer for each release.
+
+        Args:
+            released: weights, (M, K, p), the intercept last.
+            known: all other records, the label and the training problem.
+        """
+        return Guesses(reconstruct(released, known, method=self.method))
 
 
 def simulate(

@@ -6,12 +6,14 @@ W*(x) − W ≈ −H⁻¹∇F_x(W), H and ∇F_x with x in the place of the miss
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from reconbound._internal.checks import InputError, numbers
-from reconbound.attacks.glm import AttackerKnowledge
+from reconbound.attacks.form import Guesses
+from reconbound.attacks.glm import AttackerKnowledge, GLMAttack
 
 #: Gauss–Newton steps at most, and floats in one working array.
 STEPS, FLOATS = 30, 4_000_000
@@ -51,6 +53,20 @@ def most_likely(weights: Any, known: AttackerKnowledge, start: Any) -> np.ndarra
         for i in range(0, len(released), size)
     ]
     return np.concatenate(found)
+
+
+@dataclass(frozen=True)
+class LikeliestGLMRecord:
+    """Refines the GLM attack's answers: `most_likely`, in the form of every attack."""
+
+    def __call__(self, released: Any, known: AttackerKnowledge) -> Guesses:
+        """Returns an answer for each release.
+
+        Args:
+            released: weights, (M, K, p), the intercept last.
+            known: all other records, the label and the training problem.
+        """
+        return Guesses(most_likely(released, known, GLMAttack()(released, known).answers))
 
 
 class _Others:

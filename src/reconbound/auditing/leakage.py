@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from copy import copy
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -154,9 +153,7 @@ class SnapshotMeasurements:
         kept = "all" if each else "average"
         ledger = FisherAccountant(account, diagonal=kept, worlds=None, device=learner.device)
         ledger.caveats = whole.caveats
-        measurer = copy(learner.measurer)
-        measurer.settings = replace(learner.settings, probes=probes)
-        measurer.kept = Kept(diagonal=True)
+        measurer = learner.measurer.apart_from_training(replace(learner.settings, probes=probes), Kept(diagonal=True))
         own = {name: value.clone() for name, value in learner.model.state_dict().items()}
         try:
             for run in range(runs):

@@ -1,7 +1,7 @@
 """Error floors: numbers in, a `Bound` out. NumPy and SciPy only, float64.
 
-Unbiased attackers: `theorem1`, `by_position`, `corners` (order-2 Rényi DP); `theorem2`, `from_trace`,
-`from_spectral_norm`, `per_feature`, `per_group` (Fisher information).
+Unbiased attackers: `theorem1`, `by_position`, `corners` (order-2 Rényi DP); `lecam_unbiased` (overlap); `theorem2`,
+`from_trace`, `from_spectral_norm`, `per_feature`, `per_group` (Fisher information).
 Any attacker: `van_trees`, `van_trees_trace`, `box_minimax` (Fisher information); `lecam` with `overlap_from_…`;
 `rate_distortion`, `corners_floor`, `uniform_floor`, `ball_floor`, `gaussian_floor` (KL; `Parts`); `layer_cake`;
 `success_from_kl`, `membership_from_kl`, `two_point_floor`, `entropy_power_floor`, `wrong_category_floor`,
@@ -45,6 +45,7 @@ from reconbound.bounds.unbiased import (
     corners,
     from_spectral_norm,
     from_trace,
+    lecam_unbiased,
     per_feature,
     per_group,
     theorem1,
@@ -65,6 +66,7 @@ __all__ = [
     "gaussian_floor",
     "layer_cake",
     "lecam",
+    "lecam_unbiased",
     "mean_van_trees",
     "membership_from_gdp",
     "membership_from_kl",

@@ -35,6 +35,7 @@ class Bound:
         theorem: where it is proved.
         attacker: "unbiased" (holds at each record, for attackers without bias there) or "any"
             (holds for biased and prior-informed attackers too, in the worst case or on average over the stated prior).
+            `condition` says where it does not hold on each record.
         adjacency: the neighbours between which the mechanism's divergence is taken.
         sampler: how batches are drawn.
         assumes: everything else that the statement assumes.
@@ -103,14 +104,12 @@ class Bound:
 
     @property
     def condition(self) -> str:
-        """Returns a clause that says where a floor for any attacker holds; "" for unbiased ones, which name theirs.
+        """Returns a clause that says where a floor holds; "" for one that holds on each record.
 
         >>> worst = ("worst case for the attacker over the box: on average over its corners",)
         >>> Bound("lecam", 1.0, "Le Cam", "any", "replace-one", assumes=worst).condition
         'on some conceivable record of the box, not on each'
         """
-        if self.attacker != "any":
-            return ""
         holds = next((a for a in self.assumes if a.startswith((WORST_CASE, "on average"))), "")
         if not holds.startswith(WORST_CASE):
             return holds

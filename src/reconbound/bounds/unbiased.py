@@ -1,7 +1,7 @@
 """Floors for an attacker without bias, at each record.
 
-Theorem 1 (from order-2 Rényi DP) and Theorem 2 (from Fisher information) of Guo et al. 2022, the floor by position, and
-the all-corners floor (ours, docs/theory/floors.md 5).
+Theorem 1 (from order-2 Rényi DP) and Theorem 2 (from Fisher information) of Guo et al. 2022, the floor by position, the
+all-corners floor and that from the overlap (ours, docs/theory/floors.md 5).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from reconbound.bounds.data_space import box
 REPLACE_ONE = "replace-one"
 LOCAL = "Fisher information at the record"
 UNIT_ROUNDOFF = 2.0**-53
+#: What an overlap may be off by, and the largest that counts: nearer to 1 the digits of 1 − overlap are lost.
+_OVERLAP_ERROR, _LARGEST_OVERLAP = 1e-12, 1 - 1e-6
 HOLDS_EVERYWHERE = "the attacker is unbiased at every record of the box"
 
 
@@ -26,12 +28,23 @@ def _over_chi2(numerator: float, epsilon: float) -> float:
     return from_log(math.log(numerator) - log_expm1(epsilon)) if numerator > 0 else 0.0
 
 
+def _over_divergences(square: float, epsilon: float, both_ends: float) -> float:
+    """Returns the larger of square/(4(e^ε − 1)) and square/(e^κ − 1), κ the divergence from both ends."""
+    return max(_over_chi2(square / 4, epsilon), _over_chi2(square, divergence("both_ends", both_ends)))
+
+
 def theorem1(
-    epsilon: float, *, widths: Any = 1.0, dim: int | None = None, sensitivities: Any = 1.0, squared_bias: float = 0.0
+    epsilon: float,
+    *,
+    widths: Any = 1.0,
+    dim: int | None = None,
+    sensitivities: Any = 1.0,
+    squared_bias: float = 0.0,
+    both_ends: float = math.inf,
 ) -> Bound:
     """Returns the floor of the paper's Theorem 1, from order-2 Rényi differential privacy.
 
-        E‖ẑ − z‖²/d ≥ [Σᵢ γᵢ² diamᵢ² / (4d)] / (e^ε − 1) + ‖μ(z) − z‖²/d
+        E‖ẑ − z‖²/d ≥ [Σᵢ γᵢ² diamᵢ² / d] · max{1/(4(e^ε − 1)), 1/(e^κ − 1)} + ‖μ(z) − z‖²/d
 
     Args:
         epsilon: order-2 Rényi divergence ε between neighbours that differ in this record's value.
@@ -39,6 +52,8 @@ def theorem1(
         dim: the number of coordinates d when `widths` is one number.
         sensitivities: γᵢ = inf |∂μᵢ/∂zᵢ|, how fast the attacker's mean follows the record; 1 when unbiased.
         squared_bias: ‖μ(z) − z‖²/d, the attacker's squared bias per coordinate; 0 when unbiased.
+        both_ends: κ with ∫(p₁ − p₀)²/p_z ≤ e^κ − 1 for any three records (docs/theory/floors.md 5.4); infinite where
+            none is known, as in the paper. Where κ = ε the floor is four times the paper's.
 
     Guarantee: holds at every z of the box, for every attacker who knows all other records, whose mean μ has the stated
     sensitivities and bias; neighbours replace one record; any sampler, through its ε. With γ = 1 and no bias it speaks
@@ -57,7 +72,7 @@ def theorem1(
     with np.errstate(over="ignore"):
         square = min(float(np.mean((gamma.ravel() * sides) ** 2)), LARGEST)  # Σ γᵢ² wᵢ²/d
     biased = bias > 0 or bool(np.any(gamma != 1))
-    value = min(_over_chi2(square / 4, eps) + bias, LARGEST)
+    value = min(_over_divergences(square, eps, both_ends) + bias, LARGEST)
     assumes = ("the attacker's mean has the stated sensitivities and bias",) if biased else (HOLDS_EVERYWHERE,)
     each = mean_coordinates(space.dim) if biased else space.each
     return Bound(
@@ -99,15 +114,16 @@ def by_position(epsilon: float, record: Any, *, low: Any = 0.0, high: Any = 1.0)
     return Bound("by_position", value, theorem, "unbiased", REPLACE_ONE, assumes=assumes, guess=guess, coordinates=each)
 
 
-def corners(epsilon: float, *, widths: Any = 1.0, dim: int | None = None) -> Bound:
+def corners(epsilon: float, *, widths: Any = 1.0, dim: int | None = None, both_ends: float = math.inf) -> Bound:
     """Returns the floor from all corners of the box at once: d times Theorem 1 (ours, docs/theory/floors.md 5.3).
 
-        E‖ẑ − z‖²/d ≥ (Σᵢ diamᵢ)² / (4 d (e^ε − 1))
+        E‖ẑ − z‖²/d ≥ (Σᵢ diamᵢ)²/d · max{1/(4(e^ε − 1)), 1/(e^κ − 1)}
 
     Args:
         epsilon: order-2 Rényi divergence ε between neighbours that differ in this record's value.
         widths: as in `theorem1`.
         dim: as in `theorem1`.
+        both_ends: as in `theorem1`.
 
     Guarantee: holds at every z of the box, for every attacker who knows all other records and is unbiased at z and at
     the 2ᵈ corners; neighbours replace one record; any sampler, through its ε. On average over the coordinates: one
@@ -118,10 +134,41 @@ def corners(epsilon: float, *, widths: Any = 1.0, dim: int | None = None) -> Bou
     """
     eps, space = divergence("epsilon", epsilon), box(widths, dim)
     total = space.dim * space.side if space.unequal is None else float(np.sum(space.unequal))
-    value = from_log(2 * math.log(total) - math.log(4 * space.dim) - log_expm1(eps))
+    log_square = 2 * math.log(total) - math.log(space.dim)
+    once, twice = log_square - math.log(4) - log_expm1(eps), log_square - log_expm1(divergence("both_ends", both_ends))
+    value = from_log(max(once, twice))
     assumes = ("the attacker is unbiased at the record and at all corners of the box",)
     return Bound("corners", value, "all-corners HCR", "unbiased", REPLACE_ONE, assumes=assumes, guess=space.guess,
                  coordinates=mean_coordinates(space.dim))  # fmt: skip
+
+
+def lecam_unbiased(overlap: float, *, widths: Any = 1.0, dim: int | None = None, order2: float = math.inf) -> Bound:
+    """Returns the floor of two unbiased guesses from the overlap of their releases (ours, docs/theory/floors.md 5.5).
+
+        MSE/d ≥ (Σᵢ wᵢ²/(4d)) (1 − LC)/LC
+
+    Args:
+        overlap: a lower bound on 1 − LC between replace-one neighbours, up to an error of 1e-12; counts up to 1 − 1e-6.
+        widths: as in `theorem1`.
+        dim: as in `theorem1`.
+        order2: ε₂ between them in either direction: LC ≤ tanh(ε₂/2), which keeps its digits where LC is tiny.
+
+    Guarantee: on average over the box's corners, for every attacker who knows all other records, even all other
+    coordinates of this one, and is unbiased at the corners; neighbours replace one record. Coordinate i by itself has
+    the floor (wᵢ²/4)(1 − LC)/LC on average over its two ends: the value, where all sides are equal. Rare outcomes count
+    little, and δ > 0 is allowed.
+
+    >>> round(lecam_unbiased(0.8).value, 9)
+    1.0
+    """
+    share, space = number("overlap", overlap, at_least=0.0, at_most=1.0), box(widths, dim)
+    eps = divergence("order2", order2)
+    sure = max(min(share, _LARGEST_OVERLAP) - _OVERLAP_ERROR, 0.0)
+    log_odds = math.log(sure) - math.log1p(-sure) if sure > 0 else -math.inf  # (1 − LC)/LC
+    value = from_log(math.log(space.guess) + max(log_odds, math.log(2) - log_expm1(eps)))
+    assumes = ("on average over the corners of the box", "the attacker is unbiased at all corners of the box")
+    return Bound("lecam_unbiased", value, "Le Cam, unbiased", "unbiased", REPLACE_ONE, assumes=assumes,
+                 guess=space.guess, coordinates=space.each)  # fmt: skip
 
 
 def _saturated_inverse(values: np.ndarray) -> Any:

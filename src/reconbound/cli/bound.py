@@ -73,7 +73,8 @@ OPTIONS: Options = {
     ),
     "opacus_state": (
         Path,
-        "What Opacus recorded of its steps: JSON of the accountant's state_dict().",
+        "What Opacus recorded of its steps: a checkpoint of save_checkpoint, or the accountant's state_dict() as JSON "
+        "or by torch.save.",
     ),
     "adjacency": (
         str,
@@ -293,7 +294,7 @@ def _print_floors(found: Guarantee, unit: str, console: Any) -> None:
     """Prints the floors as a table, or as a list where the terminal is too narrow for it."""
     from rich.table import Table
 
-    whose = "of unbiased attackers on every record, of any attacker on some record"
+    whose = "of unbiased attackers on every record (lecam_unbiased: on average), of any attacker on some record"
     title = f"Least error per coordinate{f', in{unit}' if unit else ''}: {whose}"
     table = Table(title=title, title_justify="left")
     for name in ("floor", "± error", "MSE", "attacker", "neighbours", "error vs. a guess"):
@@ -319,16 +320,20 @@ def _assumptions(found: Guarantee) -> str:
     """Returns what the floors assume and which of them hold for each coordinate."""
     text = (
         "The attacker knows every other record and sees the whole release. Unbiased floors hold at every record, for "
-        f"attackers who are unbiased all over {found.space.place}. Floors for any attacker hold on some record in "
-        f"{found.space.place}, the hardest for it; on other records, those trained on included, it may err by less. "
-        f"Chances and mean errors are over {found.mechanism.randomness}."
+        f"attackers who are unbiased all over {found.space.place}; lecam_unbiased holds on average over both ends of a "
+        f"coordinate. Floors for any attacker hold on some record in {found.space.place}, the hardest for it; on other "
+        "records, those trained on included, it may err by less. Chances and mean errors are over "
+        f"{found.mechanism.randomness}."
     )
     if found.dim > 1 and found["theorem1"].coordinates == "average":
-        text += " lecam holds for each coordinate by itself, the others for the average over the coordinates."
+        text += (
+            " lecam and lecam_unbiased hold for each coordinate by itself, the others for the average over the "
+            "coordinates."
+        )
     elif found.dim > 1:
         text += (
-            " theorem1 and lecam hold for each coordinate by itself. corners and rate_distortion hold for the average "
-            "over the coordinates; some may be known much better."
+            " theorem1, lecam_unbiased and lecam hold for each coordinate by itself. corners and rate_distortion hold "
+            "for the average over the coordinates; some may be known much better."
         )
     if any(bound.name == "theorem1_paper" for bound in found.bounds):
         text += f" theorem1_paper is the paper's own line: {NOT_PROVED}."

@@ -107,8 +107,8 @@ def calibrate_command(
     bound: Annotated[
         str,
         typer.Option(
-            help=f"The floor that must keep it: {', '.join(FLOORS)}. theorem1 (unbiased attackers) and lecam (any) "
-            "keep it in each coordinate, corners and rate_distortion on average over them."
+            help=f"The floor that must keep it: {', '.join(FLOORS)}. theorem1, lecam_unbiased (unbiased attackers) and "
+            "lecam (any) keep it in each coordinate, corners and rate_distortion on average over them."
         ),
     ] = "lecam",
     given: dict[str, Any],
@@ -336,5 +336,7 @@ def _kind(name: str, data: DataSpace) -> str:
     mean = ", on average over the coordinates" if data.dim > 1 and average else ""
     if name == "theorem1_paper":
         return "nobody: the paper's own line, to compare with"
+    if name == "lecam_unbiased":
+        return f"unbiased attackers, on average over the ends of the range{mean}"
     some = name in ("lecam", "rate_distortion")
     return f"{f'any attacker, on some record of {data.place}' if some else 'unbiased attackers, at every record'}{mean}"

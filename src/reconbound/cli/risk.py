@@ -94,9 +94,13 @@ def _format_mu(one: Risks) -> str:
 
 def check_curve(path: Path) -> None:
     """Refuses to replace a file that is not a curve of ours, before anything is computed."""
-    if path.is_dir():
-        raise InputError("curve", "must be a file: this is a folder", str(path))
-    if path.exists() and _MARK.encode() not in path.read_bytes()[:200]:
+    if not path.exists():
+        return
+    if not path.is_file():
+        raise InputError("curve", "must be a file: this is a folder, a pipe or a device", str(path))
+    with path.open("rb") as opened:
+        begins = opened.read(200)
+    if _MARK.encode() not in begins:
         raise InputError("curve", "must be a new file, or an earlier curve: what is there is something else", str(path))
 
 

@@ -30,7 +30,7 @@ from reconbound.fisher.options import (
 from reconbound.fisher.passes.by_layer import LayerPass
 from reconbound.fisher.passes.generic import GenericPass
 from reconbound.fisher.passes.products import zero_sums
-from reconbound.fisher.passes.recorder import NotCovered
+from reconbound.fisher.passes.recorder import _CHECKED, NotCovered
 from reconbound.validate.model import ModelError
 from reconbound.validate.placed import converted
 from reconbound.validate.private import (
@@ -179,6 +179,12 @@ def open_pass(
     except RuntimeError as error:
         explained = explain_dtype_error(error, problem.model, *batch[1:]) if check else None
         raise explained or explain_torch_error(error) or error from error
+
+
+def check_next_batch(model: nn.Module) -> None:
+    """Makes layer rules check the model's next batch, whatever has passed before: a CUDA graph repeats no check."""
+    for passed in _CHECKED.get(model, {}).values():
+        passed.largest = 0
 
 
 def micro_batches(records: int, size: int | None) -> Iterator[slice]:

@@ -207,7 +207,7 @@ def _distances(
 ) -> StepDistances:  # fmt: skip
     """Returns the distances of a micro-batch; all worlds go through the model in one batch."""
     z, inputs, targets = batch
-    there = [_changed(name, world, inputs, targets) for name, world in worlds.items()]
+    there = [changed_batch(name, world, inputs, targets) for name, world in worlds.items()]
     joined = tree_map(
         lambda *rows: torch.cat(rows) if isinstance(rows[0], Tensor) else rows[0], *[(inputs, targets), *there]
     )
@@ -229,7 +229,7 @@ def _distances(
     return StepDistances(work.losses[real], clipped[real], other_norm, distances, bound, clip)
 
 
-def _changed(name: str, world: World, inputs: Any, targets: Any) -> tuple[Any, Any]:
+def changed_batch(name: str, world: World, inputs: Any, targets: Any) -> tuple[Any, Any]:
     """Returns the batch of another world; refuses one of other shapes or types.
 
     The world gets copies: one that writes into its arguments would otherwise change the real world too.

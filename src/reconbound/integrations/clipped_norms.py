@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from reconbound._internal.checks import InputError
+from reconbound.integrations.ghost import GhostNorms, check_covered, check_criterion
 
 _SMALL = 1e-6  # Opacus's clip factor is C/(norm + 1e-6), at most 1
 
@@ -56,17 +57,23 @@ class ClippedNorms:
     def __init__(self, optimizer: DPOptimizer, criterion: Any) -> None:
         self.optimizer = optimizer
         self.bound: float | None = None
-        self.ghost = isinstance(optimizer, DPOptimizerFastGradientClipping)
-        self.module = getattr(criterion, "module", None) if self.ghost else None
+        self._ghost = GhostNorms(criterion) if isinstance(optimizer, DPOptimizerFastGradientClipping) else None
         self._parts: list[Tensor] = []
         self._trusted = False
-        name = "accumulate" if self.ghost else "clip_and_accumulate"
+        name = "clip_and_accumulate" if self._ghost is None else "accumulate"
         self._name, self._original = name, getattr(optimizer, name)
         setattr(optimizer, name, self._clip)
 
+    @property
+    def half_done(self) -> bool:
+        """Returns whether the optimizer has clipped a part of a batch, or waits for one."""
+        return self.bound is not None or any(self.optimizer._step_skip_queue)
+
     def detach(self) -> None:
-        """Makes the optimizer what it was before."""
+        """Makes the optimizer and the criterion what they were before."""
         vars(self.optimizer).pop(self._name, None)
+        if self._ghost is not None:
+            self._ghost.detach()
 
     def take(self) -> tuple[Tensor, float]:
         """Returns the clipped norms of the batch that ends now, (B,), and the clip norm; refuses a changed clip."""
@@ -79,17 +86,17 @@ class ClippedNorms:
             raise InputError("max_grad_norm", f"{why}, {bound:g}", clip_norm(self.optimizer))
         if isinstance(self.optimizer, DPPerLayerOptimizer):
             check_layers(self.optimizer)
-        if self.module is not None:
-            check_covered(self.optimizer, self.module)
+        if self._ghost is not None:
+            check_covered(self.optimizer, self._ghost.module)
         return torch.cat(parts), bound
 
     def _clip(self) -> None:
-        bound = clip_norm(self.optimizer if self.module is None else self.module)
+        bound = clip_norm(self.optimizer if self._ghost is None else self._ghost.module)
         if self.bound is not None and bound != self.bound:
             raise InputError("max_grad_norm", f"must not change within a batch, from {self.bound:g}", bound)
-        if self.module is not None:
+        if self._ghost is not None:
+            norms = [self._ghost.take()]
             self._original()
-            norms = [self.module.per_sample_gradient_norms.flatten()]
         else:
             self._check_kinds()
             with _SeenCalls() as seen:
@@ -168,25 +175,9 @@ def check_optimizer(optimizer: Any, criterion: Any) -> None:
     if not {"clip_and_accumulate", "accumulate", "add_noise"}.isdisjoint(vars(optimizer)):
         raise InputError("optimizer", "must not be watched already: finish the first ledger", "a watched optimizer")
     if isinstance(optimizer, DPOptimizerFastGradientClipping):
-        module: Any = getattr(criterion, "module", None)
-        if getattr(criterion, "optimizer", None) is not optimizer or module is None:
-            why = "must be the criterion that make_private returned with ghost clipping: it knows the norms"
-            raise InputError("loss_fn", why, f"a {type(criterion).__name__}")
-        if clip_norm(module) != clip_norm(optimizer):
-            why = f"must be the module's, {clip_norm(module):g}: ghost clipping clips to that"
-            raise InputError("max_grad_norm", why, clip_norm(optimizer))
-        check_covered(optimizer, module)
+        check_criterion(optimizer, criterion)
     if isinstance(optimizer, DPPerLayerOptimizer):
         check_layers(optimizer)
-
-
-def check_covered(optimizer: DPOptimizer, module: Any) -> None:
-    """Refuses trainable parameters that ghost clipping left out of the norms: their gradients are not clipped."""
-    clipped = {id(p) for p in module.trainable_parameters}
-    loose = [tuple(p.shape) for p in optimizer.params if id(p) not in clipped]
-    if loose:
-        why = "must have no parameters that became trainable after make_private: ghost clipping does not see them"
-        raise InputError("optimizer", why, loose)
 
 
 def check_layers(optimizer: DPPerLayerOptimizer) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,7 +14,7 @@ from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSample
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from reconbound._internal.checks import InputError
 from reconbound._internal.files import json_digest
@@ -22,28 +22,53 @@ from reconbound._internal.rng import random_states_kept
 from reconbound.training.ranks import Ranks
 
 #: Records with which a collate function is tried.
-_TRIED = 8
+_TRIED = 32
 _GRID = 2.0**24  # of torch's float32 random numbers
 
 
-class DrawnBatches:
-    """The batches that a sampler has drawn and no step was taken with, in order."""
+PoissonSampler: TypeAlias = Any  # of Opacus: one of one process, or of a rank
 
-    def __init__(self) -> None:
+
+class DrawnBatches:
+    """The batches that a sampler has drawn and no step was taken with, in order.
+
+    Args:
+        sampler: that draws them; its rate must not change.
+        half_done: says whether the optimizer is in the middle of a batch.
+        ahead: whether batches are drawn before they are asked for, as for worker processes.
+
+    Attributes:
+        iteration: the number of the present one, from 1.
+        refused: why it is not known which records the steps had; empty while it is.
+    """
+
+    def __init__(self, sampler: PoissonSampler, half_done: Callable[[], bool], *, ahead: bool) -> None:
+        self._sampler, self._half_done, self._ahead = sampler, half_done, ahead
+        self._drawn_with = (sampler.sample_rate, sampler.num_samples)
         self._waiting: deque[list[int]] = deque()
-        self.iteration = 0
+        self.iteration = self._taken = 0
+        self._over = False
+        self.refused = ""
 
     def recorded(self, drawn: Iterator[Any]) -> Iterator[Any]:
         """Yields the batches of a new iteration and remembers them; what earlier iterations left is forgotten."""
-        self.iteration += 1
+        self.check_complete()
+        if self._half_done():
+            why = "must be left between two steps, not in the middle of a batch of BatchMemoryManager: its first part "
+            raise InputError("data_loader", f"{why}would be added to the next step", "a new iteration")
+        self.iteration, self._taken, self._over = self.iteration + 1, 0, False
         mine = self.iteration
         self._waiting.clear()
         for indices in drawn:
+            if (self._sampler.sample_rate, self._sampler.num_samples) != self._drawn_with:
+                why = "must draw with the same rate from the same records all the time"
+                raise InputError("data_loader", why, f"the rate {self._sampler.sample_rate:g}")
             self._waiting.append(torch.as_tensor(indices).tolist())
             yield indices
             if mine != self.iteration:
                 why = "must be iterated over once at a time: another iteration began inside this one, so that the "
-                raise InputError("data_loader", f"{why}records of its steps are not known", "two iterations")
+                raise self._refusal(f"{why}records of its steps are not known", "two iterations")
+        self._over = True
 
     def take(self, rows: int) -> list[int]:
         """Returns the records of the step that is taken now; refuses a step with another number of records.
@@ -53,12 +78,27 @@ class DrawnBatches:
         """
         if not self._waiting:
             why = "must be the loader that the training iterates over: no batch of it was drawn for this step"
-            raise InputError("data_loader", why, f"a step with {rows} records")
+            raise self._refusal(why, f"a step with {rows} records")
         indices = self._waiting.popleft()
+        self._taken += 1
         if len(indices) != rows:
             why = "must give each batch to one step, as it was drawn, also an empty one: this batch has "
-            raise InputError("data_loader", f"{why}{len(indices)} records", f"a step with {rows} records")
+            raise self._refusal(f"{why}{len(indices)} records", f"a step with {rows} records")
         return indices
+
+    def check_complete(self) -> None:
+        """Refuses an iteration that came to its end with fewer steps than batches: which were left out is not known.
+
+        An iteration without any step is a look at the data. Where batches are drawn ahead, some are never asked for.
+        """
+        if self._over and self._taken and self._waiting and not self._ahead:
+            why = "must give each batch to one step: an iteration over all of its batches ended with fewer steps"
+            raise self._refusal(why, f"{len(self._waiting)} without a step")
+
+    def _refusal(self, why: str, given: str) -> InputError:
+        found = InputError("data_loader", why, given)
+        self.refused = str(found)
+        return found
 
 
 class RecordedSampler(UniformWithReplacementSampler):  # type: ignore[misc]
@@ -113,18 +153,15 @@ def _refuse_skip() -> None:
     raise InputError("data_loader", f"{why}the same draw. Take a larger batch_size or fewer ranks", "an empty batch")
 
 
-PoissonSampler: TypeAlias = Any  # one of the two
 _RECORDED: dict[type, type] = {
     UniformWithReplacementSampler: RecordedSampler,
     DistributedUniformWithReplacementSampler: RecordedShareSampler,
 }
 
 
-def record_batches(sampler: PoissonSampler, ranks: Ranks) -> DrawnBatches:
+def record_batches(sampler: PoissonSampler, batches: DrawnBatches, ranks: Ranks) -> None:
     """Makes a sampler remember its batches, wherever it is in use; `forget_batches` undoes it."""
-    batches = DrawnBatches()
     sampler.__class__, sampler.batches, sampler.ranks = _RECORDED[type(sampler)], batches, ranks
-    return batches
 
 
 def forget_batches(sampler: PoissonSampler) -> None:
@@ -149,6 +186,9 @@ def poisson_sampler(loader: Any, ranks: Ranks | None) -> PoissonSampler:
     if not isinstance(loader, DataLoader):
         why = "must be the loader that make_private returned"
         raise InputError("data_loader", why, f"a {type(loader).__name__}")
+    if isinstance(loader.dataset, IterableDataset):
+        why = "must have a data set whose records have numbers: a stream cannot be drawn from at random"
+        raise InputError("data_loader", why, type(loader.dataset).__name__)
     sampler: Any = loader.batch_sampler
     records = len(loader.dataset)  # type: ignore[arg-type]
     if isinstance(sampler, BatchSplittingSampler):

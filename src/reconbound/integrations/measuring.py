@@ -18,7 +18,7 @@ from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from reconbound._internal.checks import InputError, flag, function, number, rounded_up
 from reconbound._internal.opacus_hooks import without_hooks
@@ -170,12 +170,11 @@ def all_records(loader: DataLoader[Any], split: Any) -> tuple[Any, Any]:
     dataset: Any = loader.dataset
     collate = getattr(loader.collate_fn, "wrapped_collator_fn", loader.collate_fn)
     parts = split or _first_two
+    if type(dataset) is TensorDataset and collate is default_collate:
+        return _split(parts, list(dataset.tensors))  # without a copy
 
     def read(count: int) -> tuple[Any, Any]:
-        found = parts(collate([dataset[i] for i in range(count)]))
-        if not isinstance(found, tuple | list) or len(found) != 2:
-            raise InputError("split", "must return inputs and targets", f"a {type(found).__name__}")
-        return found[0], found[1]
+        return _split(parts, collate([dataset[i] for i in range(count)]))
 
     again = [tree_leaves(read(1)) for _ in range(2)]
     pairs = [(a, b) for a, b in zip(*again, strict=True) if isinstance(a, Tensor)]
@@ -183,6 +182,13 @@ def all_records(loader: DataLoader[Any], split: Any) -> tuple[Any, Any]:
         why = "must give the same record each time where more than 'removed' is measured: no random augmentation"
         raise InputError("data_loader", why, type(dataset).__name__)
     return read(len(dataset))
+
+
+def _split(parts: Callable[[Any], tuple[Any, Any]], batch: Any) -> tuple[Any, Any]:
+    found = parts(batch)
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        raise InputError("split", "must return inputs and targets", f"a {type(found).__name__}")
+    return found[0], found[1]
 
 
 def _first_two(batch: Any) -> tuple[Any, Any]:

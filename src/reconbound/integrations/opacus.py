@@ -11,15 +11,14 @@ docs/theory/any_attacker.md.
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 try:
@@ -28,14 +27,23 @@ except ImportError as missing:
     raise ImportError("reconbound.integrations.opacus needs Opacus: pip install opacus") from missing
 
 from reconbound._internal.checks import InputError, file_path, number, warn_user
-from reconbound._internal.rng import checked_seed, derive, new_seed, random_states_kept
+from reconbound._internal.rng import checked_seed, random_states_kept
 from reconbound.accounting.accountant import FisherAccountant
 from reconbound.accounting.spec import Account
 from reconbound.bounds import Bound
 from reconbound.data import Dataset
 from reconbound.fisher.worlds import REMOVED, StepDistances
 from reconbound.integrations.clipped_norms import DISTRIBUTED, ClippedNorms, check_optimizer, clip_norm
+from reconbound.integrations.guards import (
+    NoiseStates,
+    Settings,
+    check_accounted,
+    check_loss,
+    packed_sequences_refused,
+    steps_before,
+)
 from reconbound.integrations.loaders import (
+    DrawnBatches,
     check_collate,
     check_generators,
     drawn_rate,
@@ -48,7 +56,7 @@ from reconbound.integrations.measuring import BlockMeasurer, Measuring
 from reconbound.integrations.reports import describe_parameters, records_of, write_report
 from reconbound.mechanisms.base import ADD_REMOVE
 from reconbound.report import folder as files
-from reconbound.training.ranks import Ranks, on_cpu
+from reconbound.training.ranks import Ranks, TrainingError, on_cpu
 from reconbound.training.step import Measured
 from reconbound.validate.model import ReconboundWarning
 from reconbound.validate.private import as_private
@@ -57,6 +65,7 @@ PADDED = (
     "batches are padded to the longest record: the ledger holds only where padding changes nothing of a record's loss, "
     "as with a mask; otherwise a long record moves others' gradients, which no clip bounds"
 )
+_ALWAYS = 5  # statements of each training; those after them are warnings, too
 
 
 def watch(optimizer: Any, data_loader: Any, loss_fn: Any, *, measure: Measuring | None = None) -> OpacusLedger:
@@ -88,7 +97,7 @@ def watch(optimizer: Any, data_loader: Any, loss_fn: Any, *, measure: Measuring 
     check_optimizer(optimizer, loss_fn)
     number("noise_multiplier", optimizer.noise_multiplier, above=0.0)
     number("max_grad_norm", clip_norm(optimizer), above=0.0)
-    check_loss(loss_fn, optimizer.loss_reduction)
+    check_loss(loss_fn, optimizer)
     devices = {p.device for p in optimizer.params}
     if len(devices) != 1:
         raise InputError("optimizer", "must have parameters, all on one device", [str(d) for d in devices])
@@ -111,9 +120,20 @@ def watch(optimizer: Any, data_loader: Any, loss_fn: Any, *, measure: Measuring 
     if shared and not optimizer.secure_mode:
         check_generators(sampler, ranks)
     ledger = OpacusLedger(optimizer, (data_loader, sampler), loss_fn, blocks, ranks)
-    if PADDED in ledger.statements:
-        warn_user(PADDED, ReconboundWarning)
+    for warning in ledger.statements[_ALWAYS:]:
+        warn_user(warning, ReconboundWarning)
     return ledger
+
+
+class _Part(NamedTuple):
+    """What a rank knows of a step: its records, and how the records are divided between the ranks."""
+
+    records: Tensor
+    norms: Tensor
+    bound: float
+    state: str
+    found: list[Measured[Any]]
+    division: list[Any] | None
 
 
 class OpacusLedger:
@@ -124,6 +144,7 @@ class OpacusLedger:
     Attributes:
         steps: the number of steps so far.
         finished: whether it is closed: later steps do not count.
+        refused: why no step is taken any more, after one that could not be accounted for; empty otherwise.
 
     Guarantee: against every attacker who sees all noisy sums and knows all other records. The neighbour is the data set
     without the record; batches are Poisson samples at the rate with which the loader draws; D is an unbiased estimate,
@@ -150,18 +171,22 @@ class OpacusLedger:
             steps=1,
         )
         self._ledger = self._empty(account, device if device.type == "cuda" else torch.device("cpu"))
+        self._padded, self._before = check_collate(loader), steps_before(optimizer)
+        self._bounds: list[float] = []  # the smallest and the largest clip norm so far
+        self._settings, self._states = Settings(optimizer), NoiseStates(optimizer)
+        self.refused, self._counts = "", False
         ranks.check_alike(self._mark())
-        seeds = ranks.from_first(lambda: (new_seed(), None if blocks is None else blocks.seed))
-        self._ledger.begin_run(derive(seeds[0], "fingerprint").to_bytes(32, "little")[:16].hex())
-        if blocks is not None and seeds[1] is not None:
-            blocks.seed = seeds[1]
-        padded = (PADDED,) if check_collate(loader) else ()
-        self._statements = (*describe_training(optimizer, account, ranks), *padded)
-        self._ledger.caveats = (*(blocks.measurer.caveats if blocks is not None else ()), *self._statements)
-        self._batches = record_batches(sampler, ranks)  # from here on nothing is refused
+        if blocks is not None:
+            blocks.seed = ranks.from_first(lambda: blocks.seed)
+        # from here on nothing is refused
         self._norms = ClippedNorms(optimizer, criterion)
+        ahead = loader.num_workers > 0
+        self._batches = DrawnBatches(sampler, lambda: self._norms.half_done, ahead=ahead)
+        record_batches(sampler, self._batches, ranks)
+        self._allow_packed = packed_sequences_refused(optimizer.params)
         self._add_noise = optimizer.add_noise
         optimizer.add_noise = self._before_noise
+        self._update_hook = optimizer.original_optimizer.register_step_pre_hook(self._before_update)
 
     def __repr__(self) -> str:
         a, state = self._ledger.account, "finished" if self.finished else "in progress"
@@ -171,41 +196,61 @@ class OpacusLedger:
 
     def _before_noise(self) -> None:
         """Adds a step to the ledger, and then lets Opacus add its noise: a step that is refused is not taken."""
-        account, parts = self._ledger.account, self._ranks.gather(self._own_part)
-        records, norms = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
-        bounds, divisions = [part[2] for part in parts], [part[3] for part in parts]
-        if len({*bounds}) > 1:
-            raise InputError("max_grad_norm", "must be the same on all ranks", bounds)
-        if any(division != divisions[0] for division in divisions) or len(records.unique()) < len(records):
-            why = "must give each record to one rank: call set_epoch on all of them, and take each batch on all, not on"
-            raise InputError("data_loader", why, f"some (epoch, shuffle, seed, ranks and iteration: {divisions})")
-        for one in (one for part in parts for one in part[4]):
-            add = self._ledger.add_distances if isinstance(one.found, StepDistances) else self._ledger.add
-            add(one.records, one.found, weight=one.weight, stratified=one.stratified)
-        if len(norms):  # over the noise, as if the clip norm had stayed what it was
-            self._ledger.divergences.add_norms(records, norms * (account.max_grad_norm / bounds[0]), 1.0)
-        self.steps += 1
+        if self.refused:
+            why = "must not go on after a step that was refused: begin anew, or from a checkpoint before it"
+            raise InputError("ledger", why, self.refused)
+        try:
+            self._count_step(self._ranks.gather(self._own_part))
+        except (InputError, TrainingError) as reason:
+            self.refused = str(reason)
+            raise
+        self._counts = True
         self._add_noise()
 
-    def _own_part(self) -> tuple[Tensor, Tensor, float, Any, list[Measured[Any]]]:
-        """Returns of this rank: records, clipped norms, clip norm, how records are divided, and what was measured."""
-        account = self._ledger.account
-        if self._optimizer.noise_multiplier != account.noise_multiplier:
-            why = f"must stay {account.noise_multiplier:g}: schedules of the noise are not accounted for"
-            raise InputError("noise_multiplier", why, self._optimizer.noise_multiplier)
+    def _own_part(self) -> _Part:
+        """Returns what a rank knows of the step that is taken."""
+        self._settings.check()
         norms, bound = self._norms.take()
         records = torch.tensor(self._batches.take(len(norms)), dtype=torch.int64)
         bad = torch.nonzero(~norms.isfinite()).flatten()
         if len(bad):
             why = "must be finite: otherwise the sum is not, which shows who took part; of record "
             raise InputError("gradient", f"{why}{int(records[int(bad[0])])}", "a norm that is not")
+        state = self._states.note() if self._ranks.rank == 0 else ""  # rank 0 draws the noise
         found: list[Measured[Any]] = []
         if self._blocks is not None:
             self._blocks.compare(records, norms)
             found = self._blocks.measure(self.steps, bound, self._ranks)
         if self._ranks.size == 1:
-            return records, norms, bound, None, found
-        return records, norms.cpu(), bound, self._sampler.division, on_cpu(found)
+            return _Part(records, norms, bound, state, found, None)
+        return _Part(records, norms.cpu(), bound, state, on_cpu(found), self._sampler.division)
+
+    def _count_step(self, parts: Sequence[_Part]) -> None:
+        account, bounds, divisions = self._ledger.account, [p.bound for p in parts], [p.division for p in parts]
+        records, norms = torch.cat([part.records for part in parts]), torch.cat([part.norms for part in parts])
+        if len({*bounds}) > 1:
+            raise InputError("max_grad_norm", "must be the same on all ranks", bounds)
+        if any(division != divisions[0] for division in divisions) or len(records.unique()) < len(records):
+            why = "must give each record to one rank: call set_epoch on all of them, and take each batch on all, not on"
+            raise InputError("data_loader", why, f"some (epoch, shuffle, seed, ranks and iteration: {divisions})")
+        self._states.keep(parts[0].state)
+        if self.steps == 0:
+            self._ledger.begin_run(parts[0].state)  # the same where a training is repeated
+        for one in (one for part in parts for one in part.found):
+            add = self._ledger.add_distances if isinstance(one.found, StepDistances) else self._ledger.add
+            add(one.records, one.found, weight=one.weight, stratified=one.stratified)
+        bound = bounds[0]
+        if len(norms):  # over the noise, as if the clip norm had stayed what it was
+            self._ledger.divergences.add_norms(records, norms * (account.max_grad_norm / bound), 1.0)
+        self._bounds = [min(bound, *self._bounds), max(bound, *self._bounds)] if self._bounds else [bound, bound]
+        self.steps += 1
+
+    def _before_update(self, *_: Any) -> None:
+        """Refuses an update of the parameters whose noise this ledger has not seen."""
+        if not self._counts:
+            why = "must be the one that takes all steps while it is watched: finish the ledger before another begins"
+            raise InputError("optimizer", why, "an update of the parameters without a step of this ledger")
+        self._counts = False
 
     def finish(self) -> FisherAccountant:
         """Closes the ledger and returns it as that of one finished run. Optimizer and loader are as before `watch`.
@@ -213,26 +258,37 @@ class OpacusLedger:
         Ledgers of several trainings with the same mechanism are joined by `FisherAccountant.merge`, for confidence
         limits.
         """
-        if self.steps == 0:
-            raise InputError("ledger", "must have seen a step", "none")
         if not self.finished:
+            self._ledger = self._closed()
             self._detach()
-            self._ledger = self._counted()
-            self._ledger.finish_run()
             self.finished = True
         return self._ledger
+
+    def _closed(self) -> FisherAccountant:
+        """Returns the ledger as that of a run that ends here."""
+        if self.steps == 0:
+            raise InputError("ledger", "must have seen a step", "none")
+        self._batches.check_complete()
+        if self._batches.refused:
+            raise InputError("ledger", "must know the records of each step", self._batches.refused)
+        found = self._counted()
+        found.finish_run()
+        return found
 
     def _detach(self) -> None:
         self._norms.detach()
         vars(self._optimizer).pop("add_noise", None)
         forget_batches(self._sampler)
+        self._allow_packed()
+        self._update_hook.remove()
 
     def _counted(self) -> FisherAccountant:
         """Returns a copy of the ledger whose account has the number of steps so far."""
         account = replace(self._ledger.account, steps=max(1, self.steps))
         found = self._empty(account, self._ledger.device)
         found.restore(self._ledger.state(), self._ledger.runs)
-        found.caveats = self._ledger.caveats
+        measured = () if self._blocks is None else self._blocks.measurer.caveats
+        found.caveats = (*measured, *self.statements)
         return found
 
     def _empty(self, account: Account, device: torch.device) -> FisherAccountant:
@@ -254,7 +310,9 @@ class OpacusLedger:
     @property
     def statements(self) -> tuple[str, ...]:
         """Lists what the numbers of this ledger rest on: clip, noise, divisor, generator and sample rate."""
-        return self._statements
+        found = describe_training(self._optimizer, self._ledger.account, self._bounds)
+        missed = f"{self._before} steps were taken before watch: they are not in this ledger"
+        return (*found, *((PADDED,) if self._padded else ()), *((missed,) if self._before else ()))
 
     def divergence(self, world: str = REMOVED) -> Tensor:
         """Returns D of each record in nats, (N,): KL ≤ D for its release and that in the other world.
@@ -279,7 +337,9 @@ class OpacusLedger:
     def report(
         self, folder: str | os.PathLike[str], *, dataset: Dataset | None = None, name: str = "training data"
     ) -> Path:
-        """Closes the ledger and writes its report: the same folder and pages as those of an audit.
+        """Writes the report of the steps so far: the same folder and pages as those of an audit.
+
+        The training may go on: a later report has its later steps, too.
 
         Args:
             folder: a new or empty folder, or that of an earlier report of this training.
@@ -290,13 +350,14 @@ class OpacusLedger:
         Returns:
             The page for the data's owner; report-public.html beside it may be shown. Of several ranks the first writes.
         """
-        ledger = self.finish()
+        ledger = self._ledger if self.finished else self._closed()
         if self._ranks.rank:
             return Path(file_path("folder", folder)) / files.REPORT
         records = records_of(self._loader, name) if dataset is None else dataset
         if not isinstance(records, Dataset):
             raise InputError("dataset", "must be what load_dataset returns", f"a {type(records).__name__}")
-        return write_report(folder, ledger, records, describe_parameters(self._optimizer))
+        published = [statement for statement in self.statements if statement != PADDED]  # that depends on the records
+        return write_report(folder, ledger, records, describe_parameters(self._optimizer, self._bounds), published)
 
     # --- as an accountant of Opacus ------------------------------------------------------
 
@@ -311,6 +372,15 @@ class OpacusLedger:
 
     def __bool__(self) -> bool:
         return True
+
+    def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
+        """Refuses to count a step: a ledger counts those of the training that it watches, by itself."""
+        why = "must not be the accountant of another training: use a new PrivacyEngine for that"
+        raise InputError("ledger", why, f"a step with noise multiplier {noise_multiplier:g}, rate {sample_rate:g}")
+
+    def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[Any], None]:
+        """Returns a hook that refuses each step, for a second make_private of the same engine."""
+        return lambda optimizer: self.step(noise_multiplier=optimizer.noise_multiplier, sample_rate=sample_rate)
 
     def get_epsilon(self, delta: float) -> float:
         """Returns ε at this δ of the steps so far, under add/remove as Opacus counts.
@@ -342,6 +412,7 @@ class OpacusLedger:
         facts = {"history": self.history, "mechanism": self.mechanism(), "steps": self.steps}
         seed = None if self._blocks is None else self._blocks.seed
         found.update({**facts, "finished": self.finished, "mark": self._mark(), "seed": seed})
+        found.update({"bounds": list(self._bounds), "noise_states": self._states.tensor()})
         found["tensors"] = self._ledger.state()
         return found
 
@@ -360,8 +431,14 @@ class OpacusLedger:
         steps, finished = state.get("steps"), state.get("finished")
         if type(steps) is not int or steps < 0 or type(finished) is not bool or (finished and not steps):
             raise InputError("state", "must have its number of steps", (steps, finished))
+        bounds = [number("bounds", bound, above=0.0) for bound in state.get("bounds", ())]
+        if len(bounds) != (2 if steps else 0):
+            raise InputError("state", "must have the smallest and the largest clip norm", bounds)
+        states = NoiseStates(self._optimizer)
+        states.restore(state.get("noise_states"))
         self._ledger.restore(state.get("tensors"), int(finished))  # type: ignore[arg-type]
-        self.steps = steps
+        self.steps, self._bounds, self._states = steps, bounds, states
+        self._before = max(0, self._before - steps)
         if self._blocks is not None:
             self._blocks.seed = checked_seed(state.get("seed"), "state")
         if finished:
@@ -385,40 +462,22 @@ def features_of(loader: Any) -> int:
     return max(1, sum(leaf.numel() for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)))
 
 
-def check_loss(loss_fn: Any, reduction: str) -> None:
-    """Refuses a loss whose gradient of one record depends on the other records of the batch, where that can be seen.
+def describe_training(optimizer: Any, account: Account, bounds: Sequence[float] = ()) -> tuple[str, ...]:
+    """Returns what the numbers of a ledger rest on, in sentences.
 
     Args:
-        loss_fn: of the training.
-        reduction: of the batch's losses, as make_private was told.
+        optimizer: Opacus's.
+        account: of the ledger.
+        bounds: the smallest and the largest clip norm so far.
     """
-    if not callable(loss_fn):
-        raise InputError("loss_fn", "must be the criterion of the training", f"a {type(loss_fn).__name__}")
-    own = getattr(loss_fn, "reduction", reduction)
-    if own in ("mean", "sum") and own != reduction:
-        why = f"must have reduction={reduction!r}, as make_private was told by loss_reduction: otherwise a record's "
-        raise InputError("loss_fn", f"{why}gradient depends on how many records were drawn with it", own)
-    divides = isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss) and loss_fn.reduction == "mean"
-    if divides and loss_fn.weight is not None:
-        why = "must not have class weights with reduction='mean', which divides by the weights of the whole batch: a "
-        raise InputError("loss_fn", f"{why}record then moves others' gradients, and no clip bounds that", str(loss_fn))
-
-
-def check_accounted(optimizer: Any, rate: float) -> None:
-    """Warns where Opacus accounts for a lower rate than that of the loader: its ε is then too small."""
-    hook = optimizer.step_hook
-    accounted = inspect.getclosurevars(hook).nonlocals.get("sample_rate") if inspect.isfunction(hook) else None
-    if isinstance(accounted, float) and accounted < rate * (1 - 1e-3):
-        what = f"Opacus accounts for the sample rate {accounted:.6g}, but the loader draws with {rate:.6g}"
-        warn_user(f"{what}: its epsilon is too small. This ledger's get_epsilon has the loader's", ReconboundWarning)
-
-
-def describe_training(optimizer: Any, account: Account, ranks: Ranks) -> tuple[str, ...]:
-    """Returns what the numbers of a ledger rest on, in sentences."""
-    divided = "is not divided"
-    if optimizer.loss_reduction == "mean":  # Opacus's number is that of a rank
-        expected = optimizer.expected_batch_size * ranks.size
-        divided = f"is divided by the expected batch size {expected:g}, whoever was drawn"
+    clipped, deviation = f"C = {account.max_grad_norm:g}", f"{account.noise:g}"
+    if len(set(bounds)) > 1:
+        clipped = f"the clip norm C of the step, from {bounds[0]:g} to {bounds[1]:g}"
+        deviation = f"{account.noise_multiplier:g} C"
+    divided, ranks = "is not divided", getattr(optimizer, "world_size", 1)
+    where = "noise on the sum" if ranks == 1 else "one noise, that of rank 0, on the sum over all ranks"
+    if optimizer.loss_reduction == "mean":
+        divided = f"is divided by the expected batch size {optimizer.expected_batch_size * ranks:g}, whoever was drawn"
     noise = "from Opacus's secure generator (secure_mode=True)"
     if not optimizer.secure_mode:
         noise = (
@@ -426,12 +485,11 @@ def describe_training(optimizer: Any, account: Account, ranks: Ranks) -> tuple[s
             "rounding of the noise shows is not covered"
         )
     return (
-        f"hard clipping: a record moves the sum by at most C = {account.max_grad_norm:g}",
-        f"noise on the sum: standard deviation σC = {account.noise:g}; the noisy sum {divided}",
+        f"hard clipping: a record moves the sum by at most {clipped}",
+        f"{where}: standard deviation σC = {deviation}; the noisy sum {divided}",
         f"noise {noise}",
         f"each record is drawn with chance q = {account.sample_rate:.6g}, independently at each step",
         "loss and model treat each record separately",
-        *(("one noise, that of rank 0, is on the sum over all ranks",) if ranks.size > 1 else ()),
     )
 
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from reconbound import __version__
 from reconbound._internal.checks import InputError, file_path
+from reconbound._internal.files import is_leftover, remove_leftovers
 from reconbound._internal.rng import random_states_kept
 from reconbound.accounting.accountant import FisherAccountant
 from reconbound.auditing.leakage import CONFIDENCE, chosen, divergences_of
@@ -34,10 +35,15 @@ _UNKNOWN = (
     "What was made of the data before the training is not known here. The numbers hold where it used nothing of them: "
     "no mean, range or vocabulary that was read off the data without noise of its own."
 )
+_PADDING = "Where batches are padded to the longest record, padding must change nothing of a record's loss."
 
 
 def write_report(
-    folder: str | os.PathLike[str], ledger: FisherAccountant, dataset: Dataset, training: dict[str, Any]
+    folder: str | os.PathLike[str],
+    ledger: FisherAccountant,
+    dataset: Dataset,
+    training: dict[str, Any],
+    statements: Sequence[str],
 ) -> Path:
     """Writes the folder and the two pages of a finished ledger.
 
@@ -46,6 +52,7 @@ def write_report(
         ledger: with a finished run or more.
         dataset: the records, in the order of the ledger's.
         training: what else is known of the training, for run.json.
+        statements: what the numbers rest on; published, so that no record may have a part in them.
 
     Returns:
         The page for the data's owner.
@@ -53,10 +60,10 @@ def write_report(
     if len(dataset.inputs) != ledger.account.records:
         raise InputError("dataset", f"must have the ledger's {ledger.account.records} records", len(dataset.inputs))
     path = Path(file_path("folder", folder))
-    if (path / files.PLAN).exists():
-        raise InputError("folder", "must not be the folder of an audit", str(path))
+    _check_folder(path)
     files.prepare(path)
-    run, leakage = _run_of(ledger, dataset, training), _leakage_of(ledger, dataset)
+    remove_leftovers(path)
+    run, leakage = _run_of(ledger, dataset, training, statements), _leakage_of(ledger, dataset)
     leakage = replace(leakage, facts={**leakage.facts, "run": files.run_digest(run)})
     for name in (files.RUN, files.REPORT, files.PUBLIC_REPORT):  # from here on the folder is unfinished
         (path / name).unlink(missing_ok=True)
@@ -65,12 +72,26 @@ def write_report(
     return build(path)[0]
 
 
-def _run_of(ledger: FisherAccountant, dataset: Dataset, training: dict[str, Any]) -> files.Run:
+def _check_folder(path: Path) -> None:
+    """Refuses a folder with files that no earlier report wrote: they would be replaced, or closed to others."""
+    there = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+    if files.PLAN in there:
+        raise InputError("folder", "must not be the folder of an audit", str(path))
+    there = {name for name in there if not is_leftover(name)}
+    if there - {files.LEAKAGE, files.RUN, files.REPORT, files.PUBLIC_REPORT} or (there and files.LEAKAGE not in there):
+        raise InputError("folder", "must be a new or empty folder, or that of an earlier report", str(path))
+
+
+def _run_of(
+    ledger: FisherAccountant, dataset: Dataset, training: dict[str, Any], statements: Sequence[str]
+) -> files.Run:
+    """Returns the public facts: nothing in them depends on a record. The longest text is left out for that reason."""
     account = ledger.account
     names = ("noise_multiplier", "max_grad_norm", "sample_rate", "steps", "clip", "sampler")
     floors = guarantee(account.mechanism(), dim=max(1, len(dataset.scale)), low=0.0, high=1.0)
+    about = {**data_facts(dataset), "inferred_ranges": False}
     run = files.Run(
-        data={**data_facts(dataset), "inferred_ranges": False},
+        data={name: fact for name, fact in about.items() if name != "shape" or dataset.kind == "image"},
         mechanism={**{name: getattr(account, name) for name in names}, "runs": ledger.runs},
         training=training,
         guarantee=floors.to_dict(),
@@ -80,7 +101,7 @@ def _run_of(ledger: FisherAccountant, dataset: Dataset, training: dict[str, Any]
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
-        caveats={"data": _UNKNOWN, "model": f"These must hold: {'; '.join(ledger.caveats)}."},
+        caveats={"data": _UNKNOWN, "model": f"These must hold: {'; '.join(statements)}.", "padding": _PADDING},
     )
     return replace(run, headline=public_headline(run))
 
@@ -142,7 +163,7 @@ def records_of(loader: DataLoader[Any], name: str) -> Dataset:
         return _texts(name, inputs, targets)
     if len(shapes) != 1 or not kinds <= set("fiub"):
         why = "must be given: the records of the loader are neither images, nor token sequences, nor rows of numbers"
-        raise InputError("dataset", why, f"inputs of {len(shapes)} shapes")
+        raise InputError("dataset", why, f"a {type(pairs[0][0]).__name__} first, inputs of {len(shapes)} shapes")
     x = np.nan_to_num(np.stack(inputs).astype(np.float64))
     image = x.ndim == 4 and x.shape[1] in (1, 3, 4)
     rows = x if image else x.reshape(len(x), -1)
@@ -185,15 +206,22 @@ def _dataset(name: str, kind: str, x: np.ndarray, features: Sequence[Feature], t
     return Dataset(name, kind, x, y, none, y[:0], features, task="number", target=target)
 
 
-def describe_parameters(optimizer: Any) -> dict[str, Any]:
-    """Returns what run.json says of a training with Opacus, beside its mechanism."""
+def describe_parameters(optimizer: Any, bounds: Sequence[float]) -> dict[str, Any]:
+    """Returns what run.json says of a training with Opacus, beside its mechanism.
+
+    Args:
+        optimizer: Opacus's.
+        bounds: the smallest and the largest clip norm.
+    """
     parameters: list[Tensor] = list(optimizer.params)
     inner = type(optimizer.original_optimizer).__name__
+    changed = {"clip_norms": f"from {bounds[0]:g} to {bounds[1]:g}"} if len(set(bounds)) > 1 else {}
     return {
+        **changed,
         "model": f"trained by Opacus with {inner}",
         "parameters": sum(p.numel() for p in parameters),
         "clipping": type(optimizer).__name__,
-        "expected_batch_size": optimizer.expected_batch_size,
+        "expected_batch_size": (optimizer.expected_batch_size or 0) * getattr(optimizer, "world_size", 1) or None,
         "loss_reduction": optimizer.loss_reduction,
         "seed_from": files.SECURE_NOISE if optimizer.secure_mode else files.TORCH_NOISE,
     }

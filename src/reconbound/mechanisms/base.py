@@ -154,6 +154,10 @@ class Mechanism(ABC):
         """Returns the divergence that the paper uses in Theorem 1, where it differs; None where the paper has none."""
         return None
 
+    def order2_both_ends(self) -> float:
+        """Returns ln(1 + K) with ∫(p₁ − p₀)²/p_z ≤ K for any three values of a record; inf where none is proved."""
+        return math.inf
+
     def kl(self) -> float:
         """Returns the KL divergence to a release that does not depend on the record, in nats (at most `order2`)."""
         return self.order2()

@@ -116,7 +116,7 @@ def calibrate(
     if target >= highest:
         raise OutOfReach("target_mse", bound, highest, target_mse)
     if quick(SMALLEST_NOISE) >= target:
-        undrawn = bound in ("lecam", "rate_distortion") and isinstance(mechanism, SampledGaussian)
+        undrawn = bound in ("lecam_unbiased", "lecam", "rate_distortion") and isinstance(mechanism, SampledGaussian)
         never = mechanism.never_drawn if undrawn else None
         least = with_noise(mechanism, SMALLEST_NOISE)
         return Calibration(least, SMALLEST_NOISE, target, at(SMALLEST_NOISE), never)

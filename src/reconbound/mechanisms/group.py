@@ -69,6 +69,9 @@ class GroupOf(Mechanism):
     def order2(self) -> float:
         return math.inf if self._together is None else self._together.order2()
 
+    def order2_both_ends(self) -> float:
+        return math.inf if self._together is None else self._together.order2_both_ends()
+
     def kl(self) -> float:
         return math.inf if self._together is None else self._together.kl()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from reconbound._internal.checks import InputError, choice, number
 from reconbound._internal.formatting import format_floor, format_limit
-from reconbound.bounds import Bound, ball_floor, corners, lecam, rate_distortion, theorem1
+from reconbound.bounds import Bound, ball_floor, corners, lecam, lecam_unbiased, rate_distortion, theorem1
 from reconbound.bounds.data_space import DataSpace, data_space
 from reconbound.mechanisms import ADD_REMOVE, REPLACE_ONE, Mechanism, as_mechanism
 from reconbound.mechanisms.base import BLIND, Protection
@@ -130,8 +130,9 @@ class Guarantee:
                 "For every attacker, even one who knows every other record, there is some conceivable record in "
                 f"{self.space.describe(bound.units)} on which it {errs}; on others it may err by less ({bound.name})."
             )
+        place = bound.condition or "at every record"
         return (
-            f"An attacker without bias, even one who knows every other record, {errs}, at every record; attackers with "
+            f"An attacker without bias, even one who knows every other record, {errs}, {place}; attackers with "
             f"a bias, who may just guess, are not bound ({bound.name})."
         )
 
@@ -147,16 +148,18 @@ class Guarantee:
 
 
 #: The floors of a mechanism, by name.
-FLOORS = ("theorem1", "theorem1_paper", "corners", "lecam", "rate_distortion")
+FLOORS = ("theorem1", "theorem1_paper", "corners", "lecam_unbiased", "lecam", "rate_distortion")
 
 
 def _box_floor(name: str, mechanism: Mechanism, space: DataSpace, quick: bool) -> Bound | None:
     """Returns one floor on the box of the data space; None where the mechanism does not have it."""
     sides: dict[str, Any] = {"widths": space.side, "dim": space.dim}
     if name == "theorem1":
-        return theorem1(mechanism.order2(), **sides)
+        return theorem1(mechanism.order2(), both_ends=mechanism.order2_both_ends(), **sides)
     if name == "corners":
-        return corners(mechanism.order2(), **sides)
+        return corners(mechanism.order2(), both_ends=mechanism.order2_both_ends(), **sides)
+    if name == "lecam_unbiased":
+        return lecam_unbiased(mechanism.overlap(), order2=mechanism.order2(), **sides)
     if name == "lecam":
         return lecam(mechanism.overlap(), **sides)
     if name == "rate_distortion":
@@ -212,7 +215,7 @@ def floor(
     """Returns one floor of a mechanism, by name; None where the mechanism does not have it.
 
     Args:
-        name: theorem1, theorem1_paper, corners, lecam or rate_distortion.
+        name: theorem1, theorem1_paper, corners, lecam_unbiased, lecam or rate_distortion.
         mechanism: a Mechanism, or a DpEvent or PLD of dp-accounting.
         dim: the number of private coordinates of a record.
         low: smallest value of a coordinate (0 where neither it nor a ball is given).

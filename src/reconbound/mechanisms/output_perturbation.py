@@ -168,6 +168,10 @@ class OutputPerturbation(Mechanism):
     def order2(self) -> float:
         return renyi.order2_gaussian(self.replace_one_shift / 2)
 
+    def order2_both_ends(self) -> float:
+        """Returns 4R², R the radius of the smallest ball around three minimisers: at most m, and s/√3 (Jung)."""
+        return renyi.order2_gaussian(min(self.m, self.replace_one_shift / math.sqrt(3) * (1 + 1e-15)))
+
     def order2_paper(self) -> float:
         """Returns the paper's value: its gradients have norm 1, whatever the rows."""
         return renyi.order2_gaussian(self.m / self.gradient_norm)

@@ -166,6 +166,12 @@ class SampledGaussian(Mechanism):
         step = renyi.order2_poisson if self.sampler != "fixed" else renyi.order2_fixed
         return self.steps * step(self.m, self.sample_rate)
 
+    def order2_both_ends(self) -> float:
+        """Returns that of one step; it is open for adaptive ones, as those of a shuffled epoch with several rows."""
+        return (
+            renyi.order2_fixed(self.m, self.sample_rate) if self.steps == 1 and self.sampler != "shuffle" else math.inf
+        )
+
     def order2_paper(self) -> float:
         return self.steps * renyi.order2_paper(self.m, self.sample_rate)
 

@@ -1,18 +1,23 @@
-"""Schedules of private SGD from files, and what Opacus recorded of a training."""
+"""Schedules of private SGD from files, and what Opacus recorded of a training. torch is not imported here."""
 
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from reconbound._internal.checks import InputError, choice, file_path, number, rounded_up, whole
+from reconbound._internal.files import Unreadable
+from reconbound._internal.torch_files import read_plain
 from reconbound.mechanisms.composition import Composition
 from reconbound.mechanisms.sampled_gaussian import SampledGaussian, fewest_batches
 
 _LARGEST_JSON = 2**26
+#: Stretches of a schedule at most: each takes some milliseconds.
+_MOST_STRETCHES = 100_000
 _NOISE = "noise_multiplier, or noise_std and max_grad_norm"
 _STRETCH = {"noise_multiplier", "noise_std", "max_grad_norm", "sample_rate", "steps", "epochs", "clip", "sampler"}
 
@@ -45,7 +50,7 @@ def read_schedule(path: Any) -> SampledGaussian | Composition:
     Args:
         path: the file; see `schedule` for what it holds.
     """
-    return schedule(_read_json("schedule", Path(file_path("schedule", path))))
+    return schedule(_read_json("schedule", _plain_file("schedule", path)))
 
 
 def from_opacus(given: Any, *, sampler: str = "poisson", clip: str = "hard") -> SampledGaussian | Composition:
@@ -78,8 +83,11 @@ def from_opacus(given: Any, *, sampler: str = "poisson", clip: str = "hard") -> 
         raise InputError("opacus_state", "must hold one step or more: nothing was trained", "an empty history")
     keys = ("noise_multiplier", "sample_rate", "steps")
     for one in history:
-        if not isinstance(one, Sequence) or isinstance(one, str | bytes) or len(one) != len(keys):
-            raise InputError("opacus_state", "must be a list of (noise multiplier, sample rate, steps)", one)
+        values = one if isinstance(one, Sequence) and not isinstance(one, str | bytes) else ()
+        if len(values) != len(keys) or any(isinstance(value, str | bytes | Sequence | Mapping) for value in values):
+            # its text may be endless: a small file can hold lists within each other that double at each level
+            what = "must be a list of (noise multiplier, sample rate, steps), three numbers each"
+            raise InputError("opacus_state", what, f"a {type(one).__name__} among them")
     stretches = [{**dict(zip(keys, one, strict=True)), "clip": clip, "sampler": sampler} for one in history]
     return _composed("opacus_state", stretches)
 
@@ -88,31 +96,48 @@ def read_opacus_state(path: Any, *, sampler: str = "poisson", clip: str = "hard"
     """Reads what Opacus recorded from a file; see `from_opacus`.
 
     Args:
-        path: JSON, as `json.dump(engine.accountant.state_dict(), file)` writes it. Files of torch.save are pickles, and
-            refused.
+        path: JSON (`json.dump(engine.accountant.state_dict(), file)`), or a file of torch.save: the state, or a
+            checkpoint of `engine.save_checkpoint`. Plain values are read; no class is looked up and no tensor is made.
         sampler: as in `from_opacus`.
         clip: as in `from_opacus`.
     """
-    file = Path(file_path("opacus_state", path))
+    file = _plain_file("opacus_state", path)
     with file.open("rb") as opened:
-        if opened.read(1) in (b"P", b"\x80"):  # a zip file of torch.save, or its old form
-            why = "must be JSON, not a pickle: write json.dump(engine.accountant.state_dict(), file)"
-            raise InputError("opacus_state", why, file.name)
-    return from_opacus(_read_json("opacus_state", file), sampler=sampler, clip=clip)
+        torch_file = opened.read(1) in (b"P", b"\x80")  # a zip file, or torch's old form
+    if not torch_file:
+        return from_opacus(_read_json("opacus_state", file), sampler=sampler, clip=clip)
+    try:
+        found = read_plain(file)
+    except Unreadable as reason:
+        what = f"must be JSON, or a file of torch.save with nothing in it but tensors and plain numbers ({reason})"
+        raise InputError("opacus_state", what, file.name) from None
+    return from_opacus(found, sampler=sampler, clip=clip)
+
+
+def _plain_file(name: str, path: Any) -> Path:
+    """Returns the path of a file; refuses a pipe, which may never end, a device or a folder."""
+    file = Path(file_path(name, path))
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise InputError(name, "must be a file: this is a folder, a pipe or a device", str(file))
+    return file
 
 
 def _read_json(name: str, file: Path) -> Any:
     """Reads a JSON file of limited size."""
-    if file.stat().st_size > _LARGEST_JSON:
+    with file.open("rb") as opened:
+        content = opened.read(_LARGEST_JSON + 1)
+    if len(content) > _LARGEST_JSON:
         raise InputError(name, f"must be a file of at most {_LARGEST_JSON // 2**20} MiB", file.name)
     try:
-        return json.loads(file.read_bytes())
+        return json.loads(content)
     except (ValueError, RecursionError) as reason:
         raise InputError(name, f"must be a JSON file ({reason})"[:300], file.name) from None
 
 
 def _composed(name: str, stretches: Sequence[Any]) -> SampledGaussian | Composition:
     """Returns the composition of the stretches, or the one stretch; an error names the stretch."""
+    if len(stretches) > _MOST_STRETCHES:
+        raise InputError(name, f"must have at most {_MOST_STRETCHES:,} stretches", f"{len(stretches):,}")
     made = []
     for i, one in enumerate(stretches, 1):
         try:

@@ -136,7 +136,8 @@ def _entries(template: str, run: Run, **context: Any) -> list[tuple[str, str]]:
     seed = "from a seed that nobody else knows. Whoever learns the seed can subtract the noise."
     seed = SEEDS.get(str(run.training.get("seed_from")), seed)
     mechanism = {"sampler": None, "clip": None, "runs": 1, **run.mechanism}
-    shown = paragraphs(template, m=mechanism, seed=seed, **context)
+    training = {**dict.fromkeys(("loss_reduction", "expected_batch_size", "clipping", "clip_norms")), **run.training}
+    shown = paragraphs(template, m=mechanism, training=training, seed=seed, **context)
     return [(topic, text.strip()) for topic, _, text in (entry.partition(": ") for entry in shown)]
 
 

@@ -37,6 +37,7 @@ FLOOR_WORDS = {
     "theorem1": "Theorem 1",
     "theorem1_paper": "Theorem 1 as in the paper (not proved, no guarantee)",
     "corners": "all corners",
+    "lecam_unbiased": "Le Cam, unbiased",
     "lecam": "any attacker, Le Cam",
     "rate_distortion": "any attacker, rate-distortion",
 }
@@ -253,6 +254,8 @@ def attacker_of(floor: str) -> tuple[str, str]:
     """Returns whom a floor binds, and where."""
     if floor in ("lecam", "rate_distortion"):
         return "any attacker", "on some conceivable record, not on each"
+    if floor == "lecam_unbiased":
+        return "an unbiased attacker", "on average over the ends of each range"
     place = floor.rpartition("_")[2]
     where = f"on the {FLOOR_WORDS.get(place, '').removesuffix(' (estimate)')}"
     return "an unbiased attacker", where if place in ("max", "q99", "median") else "on every record"

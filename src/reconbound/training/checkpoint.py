@@ -14,7 +14,7 @@ import os
 import re
 import socket
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from reconbound._internal import files
 from reconbound._internal.checks import warn_user
+from reconbound._internal.large_files import SealedFile, write_sealed
 from reconbound.fisher.worlds import Replacement
 
 if TYPE_CHECKING:
@@ -63,9 +64,7 @@ def save(folder: str | os.PathLike[str], checkpoint: Checkpoint, turn: int) -> N
     """
     place = Path(folder)
     try:
-        files.write_whole(
-            place / NAMES[turn % 2], files.sealed(checkpoint.tensors, checkpoint.facts), mode=files.CONFIDENTIAL
-        )
+        write_sealed(place / NAMES[turn % 2], checkpoint.tensors, checkpoint.facts)
     except OSError as reason:
         raise CheckpointError(
             f"step {checkpoint.facts.get('step')}: no checkpoint could be written into {place} ({reason.strerror}); "
@@ -90,26 +89,28 @@ def load(folder: str | os.PathLike[str], belongs: Mapping[str, Any]) -> tuple[Ch
         CheckpointError: there are checkpoints, and none can be used.
     """
     wanted = plain_json(belongs)
-    found: list[tuple[int, int, Checkpoint]] = []
+    found: list[tuple[int, int, SealedFile]] = []
     refused: list[Exception] = []
-    for turn, path in enumerate(Path(folder) / name for name in NAMES):
-        try:
-            tensors, facts = files.unsealed(path)
-            _check_belongs(path, facts, wanted)
-            if not isinstance(facts.get("order"), int):
-                raise files.Unreadable(f"{path} is no checkpoint of reconbound's")
-            found.append((facts["order"], turn, Checkpoint(tensors, facts)))
-        except FileNotFoundError:
-            continue
-        except (OSError, files.Unreadable, CheckpointError) as reason:
-            refused.append(reason)
-    why = "; ".join(map(str, refused))
-    if not found and not refused:
-        return None
-    if not found:
-        foreign = any(isinstance(reason, CheckpointError) for reason in refused)
-        raise CheckpointError(f"{why}; no other checkpoint is there: {_OTHER_RUN if foreign else _DAMAGED}")
-    _, turn, checkpoint = max(found, key=lambda item: item[0])
+    with ExitStack() as stack:
+        for turn, path in enumerate(Path(folder) / name for name in NAMES):
+            try:
+                file = stack.enter_context(SealedFile(path))
+                _check_belongs(path, file.facts, wanted)
+                if not isinstance(file.facts.get("order"), int):
+                    raise files.Unreadable(f"{path} is no checkpoint of reconbound's")
+                found.append((file.facts["order"], turn, file))
+            except FileNotFoundError:
+                continue
+            except (OSError, files.Unreadable, CheckpointError) as reason:
+                refused.append(reason)
+        why = "; ".join(map(str, refused))
+        if not found and not refused:
+            return None
+        if not found:
+            foreign = any(isinstance(reason, CheckpointError) for reason in refused)
+            raise CheckpointError(f"{why}; no other checkpoint is there: {_OTHER_RUN if foreign else _DAMAGED}")
+        _, turn, newest = max(found, key=lambda item: item[0])
+        checkpoint = Checkpoint({name: newest.read(name) for name in newest.names}, newest.facts)
     if refused:
         at = ", ".join(f"{name} {checkpoint.facts[name]}" for name in ("run", "step") if name in checkpoint.facts)
         warn_user(f"{why}: going on from the other one, {at}", UserWarning)

@@ -7,6 +7,10 @@ the same only where the released value is. The key is as secret as the data: who
 Noise is float64. It must be added in float64 and rounded once: noise on a coarser grid than the sum's would reveal the
 sum's last digits. Each number is the sum of four normal numbers divided by two, which hides the floating-point grid on
 which each of them lies (Mironov 2012; Holohan and Braghin 2021). benchmarks/secure_noise.py measures the cost.
+
+Each of the four is R cos θ or R sin θ with R = √(−2 ln u), u one of 2⁵³ values, so that none exceeds √(108 ln 2) = 8.65
+and no number exceeds 17.31. A real normal number exceeds 8.65 with a chance of 5e-18. R differs from that of a real
+uniform number by 1e-15 on average (docs/theory/accounting.md).
 """
 
 from __future__ import annotations
@@ -19,13 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from reconbound._internal import chacha
 from reconbound._internal.files import json_digest, tensor_digest
-from reconbound._internal.rng import keystream
+from reconbound._internal.rng import derive
 from reconbound.training.checkpoint import plain_json
 from reconbound.training.settings import Settings
 
 #: Of the facts that noise and batches are bound to; another number draws others.
-CONTEXT = 2
+CONTEXT = 3
 #: What decides only how a run is measured. Apart from it, all that distinguishes a run decides its noise and batches.
 _MEASURING = ("rules", "budget", "probes", "private", "diagonal", "spectral", "feature_scale", "whole_at", "worlds")
 _PART = 2**20  # numbers drawn at a time, to limit memory: each needs 32 bytes of key stream
@@ -44,25 +49,83 @@ def draw(key: int, size: int, device: torch.device) -> Tensor:
     True
     """
     secret, parts = key.to_bytes(32, "little"), range(0, size, _PART)
-    found = [_normal(_bits(secret, k, min(_PART, size - at), device)) for k, at in enumerate(parts)]
-    return torch.cat(found)[:size] if found else torch.zeros(0, dtype=torch.float64, device=device)
+    if device.type != "cpu":
+        return by_cipher(chacha.key_words(secret, device), size)
+    found = [_normal(_hashed_bits(secret, k, min(_PART, size - at))).flatten() for k, at in enumerate(parts)]
+    return torch.cat(found)[:size] if found else torch.zeros(0, dtype=torch.float64)
 
 
-def _bits(secret: bytes, part: int, size: int, device: torch.device) -> Tensor:
-    """Returns random 64-bit words for `size` numbers, shape (2, 4, ⌈size/2⌉)."""
+def draw_for(total: Tensor, run_seed: int, step: int) -> Tensor:
+    """Returns standard normal numbers for a sum: equal only for the same bits, at this step of this release.
+
+    Args:
+        total: the sum, flat.
+        run_seed: of the release, bound to all that distinguishes it.
+        step: the number of the step.
+    """
+    if total.device.type == "cpu":
+        bits = bytes.fromhex(tensor_digest({"sum": total}))
+        return draw(derive(run_seed, "noise", step, bits), len(total), total.device)
+    return draw_without_waiting(total, run_seed, step)
+
+
+def draw_without_waiting(total: Tensor, run_seed: int, step: int) -> Tensor:
+    """Returns `draw_for` of a sum that the device is still computing: its bits are not read.
+
+        h = multilinear hash of the sum's bits under k₁,     ξ = ChaCha20 under H(H(k₂, h's first half), its second)
+
+    k₁ and k₂ are keys of the release, of this step and of the sum's length and kind, H is HChaCha20.
+
+    Args:
+        total: the sum, flat.
+        run_seed: as in `draw_for`.
+        step: the number of the step.
+
+    Guarantee: two sums that differ have the same h with a chance of at most 2⁻¹³²; otherwise their noise is independent
+        for whoever does not know the keys, as far as ChaCha20 and HMAC-SHA-256 are pseudo-random functions.
+    """
+    kind = hashlib.sha256(f"{total.dtype} {len(total)}".encode()).digest()
+    secrets = [derive(run_seed, purpose, step, kind).to_bytes(32, "little") for purpose in ("noise key", "noise hash")]
+    key, factors = chacha.key_words(b"".join(secrets), total.device).split(8)
+    cipher = chacha.kernels_for(total.device) or chacha
+    words = total.view(torch.int32) if total.element_size() >= 4 else total.view(torch.int16).to(torch.int32)
+    point = cipher.keyed_hash(words, factors).view(torch.int32)
+    for half in point.split(4):
+        key = cipher.derived_key(key, half)
+    return by_cipher(key, len(total))
+
+
+def by_cipher(key: Tensor, size: int) -> Tensor:
+    """Returns `size` standard normal numbers from ChaCha20's key stream, two of each block.
+
+    Args:
+        key: its words, (8,), int32, on the device of the result.
+        size: the number of values.
+    """
+    kernels = chacha.kernels_for(key.device)
+    if kernels is not None:
+        drawn: Tensor = kernels.normal_numbers(key, size)
+        return drawn
+    found = torch.empty(size, dtype=torch.float64, device=key.device)
+    for at in range(0, size, _PART):
+        part = found[at : at + _PART]
+        words = chacha.paired(chacha.keystream(key, at // 2, (len(part) + 1) // 2))
+        part.copy_(_normal(words.reshape(2, 4, -1)).T.flatten()[: len(part)])
+    return found
+
+
+def _hashed_bits(secret: bytes, part: int, size: int) -> Tensor:
+    """Returns SHAKE-256's 64-bit words for `size` numbers, shape (2, 4, ⌈size/2⌉)."""
     pairs = (size + 1) // 2
-    if device.type == "cpu":
-        raw = hashlib.shake_256(b"reconbound noise" + secret + part.to_bytes(8, "little")).digest(64 * pairs)
-        return torch.frombuffer(bytearray(raw), dtype=torch.int64).reshape(2, 4, pairs)
-    words = keystream(secret, 0, part.to_bytes(12, "little"), pairs, device)
-    return words.flatten().view(torch.int64).reshape(2, 4, pairs)
+    raw = hashlib.shake_256(b"reconbound noise" + secret + part.to_bytes(8, "little")).digest(64 * pairs)
+    return torch.frombuffer(bytearray(raw), dtype=torch.int64).reshape(2, 4, pairs)
 
 
 def _normal(bits: Tensor) -> Tensor:
-    """Applies Box–Muller to the upper 53 bits of the words. Returns two numbers per column."""
+    """Applies Box–Muller to the upper 53 bits of the words, (2, 4, pairs). Returns two numbers per column."""
     uniform = ((bits >> 11) & (2**53 - 1)).double().add_(0.5).mul_(2.0**-53)
     radius, angle = uniform[0].log_().mul_(-2).sqrt_(), uniform[1].mul_(2 * math.pi)
-    return torch.cat([(radius * angle.cos()).sum(0), (radius * angle.sin()).sum(0)]) / 2
+    return torch.stack([(radius * angle.cos()).sum(0), (radius * angle.sin()).sum(0)]) / 2
 
 
 def release_context(

@@ -32,7 +32,7 @@ from reconbound.training import checkpoint as checkpoints
 from reconbound.training import noise as noises
 from reconbound.training import settings as given
 from reconbound.training.ranks import Ranks, TrainingError, on_cpu
-from reconbound.training.sampling import Shard, make_account, make_plans, make_sampler, steps_of
+from reconbound.training.sampling import Shard, make_account, make_plans, make_sampler, padded_sizes, steps_of
 from reconbound.training.settings import Callback, Fault, Settings, reset_parameters
 from reconbound.training.shards import PartOfStep, compute_shards, grid_of, make_shards
 from reconbound.training.step import Kept, LossFn, Measurer, StepWork, add_to_ledger, make_ledger
@@ -149,6 +149,8 @@ class PrivateSGD:
         data, how = (self.inputs, self.targets), dict[str, Any](kept=kept, check=check)
         self.measurer = self.ranks.try_all(lambda: Measurer(model, loss_fn, data, settings, private, **how))
         self.features = self.measurer.features
+        if self.device.type == "cuda" and len(self.shards) == self.ranks.size == 1:
+            self.measurer.replay(padded_sizes(self.sampler))
         self._ledger: FisherAccountant | None = None
         self.plans = Plans()
         self.history: list[dict[str, float]] = []
@@ -272,19 +274,20 @@ class PrivateSGD:
         known = bool(self.history) and now.items() <= self.history[-1].items()
         often = self.evaluate_every
         due = self.step == self.steps or (often > 0 and self.step > 0 and self.step % often == 0)
+        last = self.step == self.steps
+        saving = self.folder is not None and (last or self.step % self.every == 0)
         numbers: Mapping[str, float] = {}
-        if self.callbacks or (self.evaluate is not None and due):
-            with self._placed():
+        with self._placed():
+            if due or saving:
+                self.measurer.checks.settle()
+            if self.callbacks or (self.evaluate is not None and due):
                 numbers = self.ranks.try_all(lambda: given.observe(self, evaluating=due and not known))
         if numbers and not known:
             self.history.append({**now, **numbers})
-        last = self.step == self.steps
         if self.ranks.size > 1 and (last or self.step % self.every == 0):
             state = {name: value for name, value in self.model.state_dict().items() if isinstance(value, Tensor)}
             self.ranks.check_alike({"parameters after this step": tensor_digest(state)})
-        if self.folder is None or self.order <= self._saved:
-            return
-        if last or self.step % self.every == 0:
+        if self.folder is not None and saving and self.order > self._saved:
             place, turn = self.folder, self._turn + 1
             self.ranks.from_first(lambda: checkpoints.save(place, checkpoints.snapshot(self), turn))
             self._turn, self._saved = turn, self.order
@@ -294,15 +297,13 @@ class PrivateSGD:
         if sizes != {self.records}:
             self._fail(f"the data had {self.records} records and have {sorted(sizes)} now")
         batch, work, flat = self._noisy_step()
-        for p, piece in zip(self.params.values(), flat.split([p.numel() for p in self.params.values()]), strict=True):
-            p.grad = piece.reshape(p.shape).to(p.dtype)
+        given.set_gradients(self.params, flat)
         self._midway = True
         self.optimizer.step()
         if self.schedule is not None:
             self.schedule.step()
-        for name, p in self.params.items():
-            if not bool(torch.isfinite(p.detach()).all()):
-                self._fail(f"the parameter {name} is not finite after it: the model has exploded; lower lr")
+        with self._placed():
+            self.measurer.check_parameters()
         if self.accountant is not None:
             add_to_ledger(self.accountant, batch, work)
             self.accountant.keep_step(self.step + 1)
@@ -326,12 +327,15 @@ class PrivateSGD:
         now = (self.run_seed, self.step)
         batch = self.sampler.batch(*now) if shard.span is None else self.sampler.batch(*now, shard.span)
         with self._placed():
-            return batch, self.measurer.compute_step(batch, *now, self.accountant, self.plans, shard)
+            self.measurer.checks.step = self.step
+            work = self.measurer.compute_step(batch, *now, self.accountant, self.plans, shard)
+            if shard.count > 1 or self.ranks.size > 1:
+                self.measurer.checks.settle()  # whole numbers are never NaN, and other ranks do not wait
+            return batch, work
 
     def _noise(self, total: Tensor) -> Tensor:
         """Returns standard normal numbers for this sum: equal only for the same bits, at this step of this release."""
-        bits = bytes.fromhex(tensor_digest({"sum": total}))
-        return noises.draw(derive(self.run_seed, "noise", self.step, bits), len(total), total.device)
+        return noises.draw_for(total, self.run_seed, self.step)
 
     # --- errors --------------------------------------------------------------------------
 
@@ -341,11 +345,12 @@ class PrivateSGD:
         try:
             yield
         except Fault as reason:
-            self._fail(str(reason))
+            self._midway = self._midway or reason.step not in (None, self.step)
+            self._fail(str(reason), reason.step)
 
-    def _fail(self, what: str) -> NoReturn:
+    def _fail(self, what: str, step: int | None = None) -> NoReturn:
         saved = "" if self.folder is None else f"; the last good state is in {os.fspath(self.folder)}"
-        raise TrainingError(f"run {self.run}, step {self.step}: {what}{saved}")
+        raise TrainingError(f"run {self.run}, step {self.step if step is None else step}: {what}{saved}")
 
     # --- state ---------------------------------------------------------------------------
 
@@ -446,11 +451,12 @@ class PrivateSGD:
         released = under("released/")  # there is one once the first of several runs is over
         checkpoints.check_state(facts, self.steps, self.model, (under("model/"), released))
         self.model.load_state_dict(under("model/"))
+        self.measurer.checks.drop()
         self.first_parameters = released
         self._restart()
         checkpoints.restore_optimizer(self.optimizer, self.schedule, facts["state"], tensors)
         if self.accountant is not None:
-            self.accountant.restore(under("ledger/"), facts["runs"])
+            self.accountant.restore(under("ledger/"), facts["runs"], copy=False)
             self.accountant.caveats = tuple(dict.fromkeys((*self.accountant.caveats, *facts["caveats"])))
         self.shards = make_shards(self.records, facts.get("shards", 1))
         self.seed, self.run_seed, self.run, self.step = place.values()

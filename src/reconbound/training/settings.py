@@ -117,7 +117,9 @@ class Callback:
 
 
 class Fault(RuntimeError):
-    """A record or a model with which training cannot continue."""
+    """A record or a model with which training cannot continue; `step` where it was found later than it happened."""
+
+    step: int | None = None
 
 
 def evaluate_model(evaluate: Callable[[nn.Module], Any], model: nn.Module) -> dict[str, float]:
@@ -322,6 +324,19 @@ def make_part(name: str, maker: Callable[[Any], Any], given: Any) -> Any:
     if not all(hasattr(part, attribute) for attribute in needed):
         raise InputError(name, f"must be a function that returns one of torch's {name}s", f"{part!r}"[:200])
     return part
+
+
+def set_gradients(params: Mapping[str, Tensor], flat: Tensor) -> None:
+    """Sets the gradient of each parameter from all of them in one vector, in float64, rounded once.
+
+    Args:
+        params: by name.
+        flat: in the order of `params`.
+    """
+    kinds = {p.dtype for p in params.values()}
+    flat = flat.to(kinds.pop()) if len(kinds) == 1 else flat
+    for p, piece in zip(params.values(), flat.split([p.numel() for p in params.values()]), strict=True):
+        p.grad = piece.reshape(p.shape).to(p.dtype)
 
 
 def check_length(kind: str, length: int, begun: str, steps: int) -> None:

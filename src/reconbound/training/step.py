@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -25,10 +27,12 @@ from reconbound.accounting.measurement_plan import Blocks, Plans, Segments, batc
 from reconbound.accounting.spec import Account
 from reconbound.data.dataset import describe_copies, find_copies
 from reconbound.fisher import Private, StepInformation
-from reconbound.fisher.sums import methods_that_pass
+from reconbound.fisher.sums import ClippedSum, methods_that_pass
 from reconbound.fisher.worlds import REMOVED, StepDistances, World, step_distances
+from reconbound.training.finite import STEPS, FiniteChecks, all_finite
 from reconbound.training.sampling import WHOLE, Shard, within
 from reconbound.training.settings import Fault, Settings, record_count
+from reconbound.training.static_step import StaticStep
 from reconbound.validate import ModelError, check_batch, check_clipping
 from reconbound.validate.model import known_caveats
 from reconbound.validate.private import Problem, as_private, feature_mask, private_part, uncovered_caveats
@@ -135,13 +139,36 @@ class Measurer:
         with _refusing():
             if check:  # only methods that pass on four records
                 four = self.rows(torch.tensor([i * (self.records - 1) // 3 for i in range(4)]).unique())
-                self._methods = methods_that_pass(model, loss_fn, four, kinds, **self._clip)
+                self.methods = methods_that_pass(model, loss_fn, four, kinds, **self._clip)
             else:
-                self._methods = [fisher.covering_method(model, loss_fn, *few, kind) for kind in kinds]
-        self._sums = fisher.SumOptions(micro_batch=settings.micro_batch, method=self._methods[0], checked=True)
+                self.methods = [fisher.covering_method(model, loss_fn, *few, kind) for kind in kinds]
+        self.static: StaticStep | None = None
+        self.checks = FiniteChecks()
         self._columns, self.features = self._private_features(few, measured)
         if check:
             self._try(first)
+
+    def replay(self, sizes: Sequence[int]) -> None:
+        """Computes at fixed shapes from now on: on a GPU as CUDA graphs, whose results are looked at some steps later.
+
+        Who calls this settles `checks` before anything is saved or released.
+
+        Args:
+            sizes: to which records are padded, ascending; more records are computed eagerly.
+        """
+        self.static = StaticStep(self, sizes)
+        self.checks = FiniteChecks(STEPS if self.device.type == "cuda" else 0)
+
+    def apart_from_training(self, settings: Settings, kept: Kept) -> Measurer:
+        """Returns a measurer of the same model and data that computes eagerly.
+
+        Args:
+            settings: of its measurements.
+            kept: what its measurements contain.
+        """
+        found = copy(self)
+        found.settings, found.kept, found.static, found.checks = settings, kept, None, FiniteChecks()
+        return found
 
     def rows(self, indices: Tensor) -> tuple[Any, Any]:
         """Returns inputs and targets of these records, on the model's device."""
@@ -158,17 +185,17 @@ class Measurer:
     def gradient_sum(self, indices: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Computes Σ c g over these records, by parameter name, and their clipped norms."""
         with self._explained(indices):
-            data = self.rows(indices)
-            clipped = fisher.clipped_gradient_sum(self.model, self.loss_fn, *data, options=self._sums, **self._clip)
-        self._check_finite(indices, clipped.loss, clipped.norm)
+            found = None if self.static is None else self.static.gradient_sum(indices)
+            clipped, finite = found or (self.clipped(*self.rows(indices)), None)
+        self._check_finite(finite, indices, (clipped.loss, clipped.norm), clipped.gradient_sum)
         return clipped.gradient_sum, clipped.factor * clipped.norm
 
     def distances(self, indices: Tensor) -> StepDistances:
         """Measures how far the clipped gradients of these records are from those in the replaced worlds."""
-        step: dict[str, Any] = {**self._clip, "options": self._sums}
         with self._explained(indices):
-            found = step_distances(self.model, self.loss_fn, *self.rows(indices), self.worlds, **step)
-        self._check_finite(indices, found.loss, found.clipped_norm, *found.other_norm.values())
+            static = None if self.static is None else self.static.distances(indices)
+            found, finite = static or (self.apart(*self.rows(indices), self.worlds), None)
+        self._check_finite(finite, indices, (found.loss, found.clipped_norm, *found.other_norm.values()))
         return found
 
     def information(self, indices: Tensor, generator: torch.Generator) -> StepInformation:
@@ -178,23 +205,48 @@ class Measurer:
             indices: the records.
             generator: draws the probes.
         """
-        s = self.settings
-        probes = fisher.ProbeOptions(count=s.probes, error="bound", generator=generator)
-        kept: Any = {
-            "private": self.private,
-            "diagonal": self.kept.diagonal,
-            "spectral": self.kept.spectral,
-            "probes": probes,
-        }
-        options = fisher.StepOptions(micro_batch=s.micro_batch, method=self._methods[1], checked=True, **kept)
-        step = {**self._clip, "noise_multiplier": s.noise_multiplier, "options": options}
+        probes = fisher.ProbeOptions(count=self.settings.probes, error="bound", generator=generator)
         with self._explained(indices):
-            found = fisher.step_information(self.model, self.loss_fn, *self.rows(indices), **step)
-        self._check_finite(indices, found.loss, found.norm, found.trace)
+            static = None if self.static is None else self.static.information(indices, generator)
+            found, finite = static or (self.informed(*self.rows(indices), probes), None)
+        self._check_finite(finite, indices, (found.loss, found.norm, found.trace), found.gradient_sum)
         if self._columns is None or found.diagonal_across is None or found.diagonal_along is None:
             return found
         across, along = (d.flatten(1)[:, self._columns] for d in (found.diagonal_across, found.diagonal_along))
         return replace(found, diagonal_across=across, diagonal_along=along)
+
+    # --- of given rows, which nothing is asked about ---------------------------------------------
+
+    def clipped(self, inputs: Any, targets: Any, *, mask: Tensor | None = None, method: Any = None) -> ClippedSum:
+        """Computes the clipped gradient sum of these rows."""
+        options = fisher.SumOptions(mask=mask, **self._options(0, method))
+        return fisher.clipped_gradient_sum(self.model, self.loss_fn, inputs, targets, options=options, **self._clip)
+
+    def apart(
+        self, inputs: Any, targets: Any, worlds: Mapping[str, World], *, mask: Tensor | None = None, method: Any = None
+    ) -> StepDistances:
+        """Computes the distances of these rows to other worlds."""
+        step: dict[str, Any] = {**self._clip, "options": fisher.SumOptions(mask=mask, **self._options(0, method))}
+        return step_distances(self.model, self.loss_fn, inputs, targets, worlds, **step)
+
+    def informed(
+        self,
+        inputs: Any,
+        targets: Any,
+        probes: fisher.ProbeOptions,
+        *,
+        mask: Tensor | None = None,
+        method: Any = None,
+    ) -> StepInformation:
+        """Computes the information about these rows."""
+        kept: Any = {"private": self.private, "diagonal": self.kept.diagonal, "spectral": self.kept.spectral}
+        options = fisher.StepOptions(mask=mask, probes=probes, **kept, **self._options(1, method))
+        step = {**self._clip, "noise_multiplier": self.settings.noise_multiplier, "options": options}
+        return fisher.step_information(self.model, self.loss_fn, inputs, targets, **step)
+
+    def _options(self, k: int, method: Any) -> dict[str, Any]:
+        own = {"micro_batch": self.settings.micro_batch, "checked": True}
+        return {**own, "method": self.methods[k] if method is None else method}
 
     def compute_step(
         self,
@@ -242,9 +294,17 @@ class Measurer:
             work.information.append(Measured(batch, found, weight, False))
             sums, work.clipped_norm = found.gradient_sum, found.clipped_norm
         work.total = torch.cat([sums[name].flatten() for name in self.params])
-        if not bool(torch.isfinite(work.total).all()):
-            raise Fault("the clipped gradient sum is not finite: the model has exploded; lower lr")
         return work
+
+    def check_parameters(self) -> None:
+        """Checks that the parameters are finite after a step."""
+
+        def explain() -> Fault:
+            bad = [name for name, p in self.params.items() if not bool(torch.isfinite(p.detach()).all())]
+            which = f"the parameter {(bad or list(self.params))[0]}"
+            return Fault(f"{which} is not finite after it: the model has exploded; lower lr")
+
+        self.checks.add(largest_parameter(self.params).isfinite(), explain)
 
     def _try(self, indices: Tensor) -> None:
         """Refuses a model whose records PyTorch cannot take apart or differentiate, before training starts."""
@@ -262,16 +322,32 @@ class Measurer:
             for name, b in self.model.named_buffers():
                 b.copy_(buffers[name])
 
-    def _check_finite(self, indices: Tensor, losses: Tensor, *others: Tensor) -> None:
-        """Raises a Fault that names the first record whose loss, gradient or information is not a finite number."""
-        if bool(torch.isfinite(torch.stack([losses.double(), *(o.double() for o in others)])).all()):
-            return
-        for what, values in zip(("loss", "gradient norm", "information"), (losses, *others), strict=False):
-            bad = torch.nonzero(~torch.isfinite(values)).flatten()
-            if len(bad):
-                record, value = int(indices[int(bad[0])]), float(values[bad[0]])
-                large = max(float(p.detach().abs().max()) for p in self.params.values())
-                raise Fault(f"record {record} has {what} {value} (the largest parameter is {large:.3g})")
+    def _check_finite(
+        self,
+        finite: Tensor | None,
+        indices: Tensor,
+        values: tuple[Tensor, ...],
+        sums: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:
+        """Checks that losses, gradient norms and what else there is of these records are finite, and sums.
+
+        Args:
+            finite: whether they are, where that is known; otherwise None.
+            indices: the records.
+            values: with one number per record.
+            sums: by parameter name.
+        """
+
+        def explain() -> Fault:
+            for what, found in zip(("loss", "gradient norm", "information"), values, strict=False):
+                bad = torch.nonzero(~torch.isfinite(found)).flatten()
+                if len(bad):
+                    record, value = int(indices[int(bad[0])]), float(found[bad[0]])
+                    large = float(largest_parameter(self.params))
+                    return Fault(f"record {record} has {what} {value} (the largest parameter is {large:.3g})")
+            return Fault("the clipped gradient sum is not finite: the model has exploded; lower lr")
+
+        self.checks.add(all_finite(*values, *sums.values()) if finite is None else finite, explain)
 
     @contextmanager
     def _explained(self, indices: Tensor) -> Iterator[None]:
@@ -304,6 +380,12 @@ class Measurer:
         return columns, len(columns)
 
 
+def largest_parameter(params: Mapping[str, Tensor]) -> Tensor:
+    """Returns the largest absolute value of all parameters; NaN where one is."""
+    norms = torch._foreach_norm([p.detach() for p in params.values()], float("inf"))
+    return torch.stack([norm.double() for norm in norms]).max()
+
+
 def add_to_ledger(ledger: FisherAccountant, batch: Tensor, work: StepWork) -> None:
     """Adds a step to the ledger of its training.
 
@@ -312,12 +394,13 @@ def add_to_ledger(ledger: FisherAccountant, batch: Tensor, work: StepWork) -> No
         batch: the records that took part.
         work: what was computed.
     """
-    for one in work.information:
-        ledger.add(one.records, one.found, weight=one.weight, stratified=one.stratified)
+    for one in work.information:  # finite, as the measurer has checked
+        ledger.add(one.records, one.found, weight=one.weight, stratified=one.stratified, checked=True)
     if work.followed is not None:
         ledger.follow(work.followed)
     for each in work.distances:
-        ledger.add_distances(each.records, each.found, weight=each.weight, stratified=each.stratified)
+        how: dict[str, Any] = {"weight": each.weight, "stratified": each.stratified, "checked": True}
+        ledger.add_distances(each.records, each.found, **how)
     if REMOVED in ledger.divergences.worlds and len(batch):
         ledger.divergences.add_norms(batch, work.clipped_norm, 1.0)
 

@@ -6,9 +6,7 @@ grow with K. Branches takes any model, with a branch of the graph for each train
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +17,7 @@ from reconbound.fisher import Private, ProbeOptions, StepOptions, clipping, step
 from reconbound.fisher.probes import Basis
 from reconbound.fisher.sums import methods_that_pass, open_pass
 from reconbound.sweep.fleet.stacked import Stack
+from reconbound.training.static import Rows, capture
 from reconbound.validate.private import Problem
 
 if TYPE_CHECKING:
@@ -28,63 +27,32 @@ LossFn = Callable[[Any, Any], Tensor]
 METHODS = ("auto", "stacked", "branches")
 
 
-class Work:
+class Work(Rows):
     """A function of padded records and probes, run for all trainings: directly on a CPU, as a CUDA graph on a GPU.
 
     Its inputs are the buffers here. Nothing it does depends on how often it was run before.
     """
 
     def __init__(self, fleet: Fleet, size: int, function: Callable[[Work], None]) -> None:
-        first, dtype, shape = fleet.settings[0], fleet.params.dtype, fleet.inputs.shape[1:]
-        self.fleet, self.function = fleet, function
-        self.index = torch.zeros(size, dtype=torch.int64, device=fleet.device)
-        self.inputs = torch.zeros(size, *shape, dtype=dtype, device=fleet.device)
-        self.targets = fleet.targets[self.index]
-        self.mask = torch.zeros(size, dtype=dtype, device=fleet.device)
+        first, dtype = fleet.settings[0], fleet.params.dtype
+        super().__init__((fleet.inputs, fleet.targets), size, fleet.device)
+        self.fleet, self.function, self.mask = fleet, function, self.mask.to(dtype)
+        shape = fleet.inputs.shape[1:]
         self.omegas = [torch.zeros(shape, dtype=dtype, device=fleet.device) for _ in range(first.probes)]
         self.found = torch.zeros(3, len(fleet.settings), size, dtype=dtype, device=fleet.device)
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, records: Tensor) -> None:
-        cuda = self.fleet.device.type == "cuda"
-        padded = torch.zeros(len(self.index), dtype=torch.int64)
-        padded[: len(records)] = records
-        # from pageable memory the copy would wait for the device
-        self.index.copy_(padded.pin_memory() if cuda else padded, non_blocking=True)
-        self.mask.zero_()[: len(records)] = 1
-        torch.index_select(self.fleet.inputs, 0, self.index, out=self.inputs)
-        torch.index_select(self.fleet.targets, 0, self.index, out=self.targets)
-        if not cuda:
+        if len(records):
+            self.fill(records)
+        else:  # whatever the buffers hold counts for nothing
+            self.mask.zero_()
+        if self.device.type == "cpu":
             self.function(self)
             return
         if self.graph is None:
-            self.graph = self._captured()
+            self.graph, _ = capture(lambda: self.function(self), self.device)
         self.graph.replay()
-
-    def _captured(self) -> torch.cuda.CUDAGraph:
-        side = torch.cuda.Stream(self.fleet.device)
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):  # cuDNN and cuBLAS choose and allocate before the capture
-                self.function(self)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with _no_collection(), torch.cuda.graph(graph):
-            self.function(self)
-        return graph
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Frees unused memory, then nothing more: freeing another fleet's graph during a capture makes the capture fail."""
-    gc.collect()
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 class Stacked:

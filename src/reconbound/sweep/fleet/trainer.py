@@ -12,7 +12,6 @@ the batches to what the fleet shares of these.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -32,7 +31,7 @@ from reconbound.fisher import Private
 from reconbound.sweep.fleet.engine import METHODS, LossFn, Work, make_engine
 from reconbound.training.checkpoint import data_digest, plain_json
 from reconbound.training.noise import model_facts
-from reconbound.training.sampling import Sampler, make_account, make_plan, make_sampler
+from reconbound.training.sampling import Sampler, make_account, make_plan, make_sampler, padded_sizes
 from reconbound.training.settings import Settings, reset_parameters
 from reconbound.training.step import record_losses
 from reconbound.validate.private import as_private, feature_mask
@@ -164,7 +163,7 @@ class Fleet:
         self.plan = _make_plan(first, self.sampler, self.at, how.budgets)
         streams = min(whole("streams", how.streams), len(settings))
         self.engine = make_engine(self, choice("method", how.method, METHODS), streams)
-        self._levels = _levels(self.sampler)
+        self._levels = padded_sizes(self.sampler)
         shape = (len(self.settings), self.records)
         self.nats = torch.zeros(shape, dtype=torch.float64, device=self.device)
         self.drawn = torch.zeros(self.records, dtype=torch.int64, device=self.device)
@@ -316,15 +315,6 @@ def _untrained(model: nn.Module) -> dict[str, Any]:
     """Returns buffers and frozen parameters."""
     trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     return {name: value for name, value in model.state_dict().items() if name not in trained}
-
-
-def _levels(sampler: Sampler) -> tuple[int, ...]:
-    """Returns the sizes to which batches are padded, for few graphs; a larger batch gets its own graph."""
-    if sampler.name != "poisson":
-        return (int(sampler.divisor),)
-    mean = sampler.divisor
-    spread = math.sqrt(mean * (1 - sampler.sample_rate))
-    return tuple(min(sampler.records, math.ceil((mean + z * spread) / 8) * 8) for z in (1.0, 6.0))
 
 
 @lru_cache(maxsize=4)

@@ -1,0 +1,178 @@
+"""What must not change while a ledger is kept beside Opacus, and what must not come twice."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from opacus.layers.dp_rnn import DPRNNBase
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from reconbound._internal.checks import InputError, warn_user
+from reconbound._internal.rng import derive, new_seed
+from reconbound.validate.model import ReconboundWarning
+
+#: Settings of Opacus's optimizer that decide what is released, and why they must stay as they were.
+_SETTINGS = {
+    "noise_multiplier": "schedules of the noise are not accounted for, as the mechanism's limits are for one value",
+    "expected_batch_size": "the noisy sum is divided by it, and no noise covers a divisor that depends on the batch",
+    "loss_reduction": "it decides by what the noisy sum is divided",
+    "secure_mode": "it decides how the noise is drawn",
+}
+_STATE_BYTES = 16
+
+
+class Settings:
+    """The settings of an optimizer when it was watched.
+
+    Args:
+        optimizer: Opacus's.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._kept = {name: getattr(optimizer, name) for name in _SETTINGS}
+
+    def check(self) -> None:
+        """Refuses a setting that has changed."""
+        for name, kept in self._kept.items():
+            found = getattr(self._optimizer, name)
+            if found != kept:
+                shown = f"{kept:g}" if type(kept) in (int, float) else repr(kept)
+                raise InputError(name, f"must stay {shown}: {_SETTINGS[name]}", found)
+
+
+class NoiseStates:
+    """The states of the generator at the noise of each step: none may come twice, as then the noise does, too.
+
+    Args:
+        optimizer: Opacus's.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._seen: dict[str, None] = {}
+
+    def note(self) -> str:
+        """Returns a digest of the present state, in hexadecimal digits; refuses a state that was there before."""
+        generator = _noise_generator(self._optimizer)
+        if generator is None:  # its numbers cannot be repeated, or its state not be read
+            return derive(new_seed(), "noise state").to_bytes(32, "little")[:_STATE_BYTES].hex()
+        state = generator.get_state().numpy().tobytes()
+        digest = hashlib.blake2b(state, digest_size=_STATE_BYTES).hexdigest()
+        if digest in self._seen:
+            why = (
+                "must not be set again during a training, nor after a restart to what it was: the noise of this step "
+                "would be that of an earlier one, and the difference of the two shows gradients without noise"
+            )
+            raise InputError("seed", why, "a state of the generator that was used before")
+        return digest
+
+    def keep(self, digest: str) -> None:
+        """Keeps the state of a step that is taken, of this rank's generator or of that of the rank that adds noise."""
+        self._seen[digest] = None
+
+    def tensor(self) -> Tensor:
+        """Returns the digests as bytes, (steps, 16)."""
+        rows = [list(bytes.fromhex(digest)) for digest in self._seen]
+        return torch.tensor(rows, dtype=torch.uint8).reshape(-1, _STATE_BYTES)
+
+    def restore(self, kept: Any) -> None:
+        """Restores what `tensor` returned; refuses anything else."""
+        if not isinstance(kept, Tensor) or kept.dtype != torch.uint8 or kept.shape[1:] != (_STATE_BYTES,):
+            raise InputError("state", f"must have its noise states, bytes (steps, {_STATE_BYTES})", type(kept).__name__)
+        self._seen = dict.fromkeys(bytes(row).hex() for row in kept.tolist())
+
+
+def _noise_generator(optimizer: Any) -> torch.Generator | None:
+    """Returns the generator of the noise; None for a secure one, and on devices whose generator is not at hand."""
+    if optimizer.secure_mode:
+        return None
+    if optimizer.generator is not None:
+        return optimizer.generator  # type: ignore[no-any-return]
+    device = optimizer.params[0].device
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index]
+    return torch.default_generator if device.type == "cpu" else None
+
+
+def packed_sequences_refused(parameters: list[nn.Parameter]) -> Callable[[], None]:
+    """Makes Opacus's recurrent layers with these parameters refuse packed sequences; returns what undoes it.
+
+    Opacus puts the rows of their gradients in the order of lengths, and those of all other layers in the order of the
+    batch: each norm, and each clip factor, is then that of parts of two records.
+
+    Args:
+        parameters: of the optimizer, which does not know its model.
+    """
+    own = {id(p) for p in parameters}
+    layers = [found for found in gc.get_objects() if issubclass(type(found), DPRNNBase)]
+    trained = [layer for layer in layers if not own.isdisjoint(map(id, layer.parameters()))]
+    handles = [layer.register_forward_pre_hook(_refuse_packed) for layer in trained]
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo
+
+
+def _refuse_packed(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+    if layer.training and torch.is_grad_enabled() and isinstance(inputs[0], PackedSequence):
+        why = (
+            "must have padded sequences, not packed ones: Opacus orders the gradients of packed ones by length, and "
+            "then clips parts of two records together"
+        )
+        raise InputError("model", why, f"a PackedSequence into {type(layer).__name__}")
+
+
+def check_loss(loss_fn: Any, optimizer: Any) -> None:
+    """Refuses a loss whose gradient of one record depends on the other records of the batch, where that can be seen.
+
+    Args:
+        loss_fn: the criterion of the training.
+        optimizer: Opacus's, which was told how the loss is reduced.
+    """
+    if not callable(loss_fn):
+        raise InputError("loss_fn", "must be the criterion of the training", f"a {type(loss_fn).__name__}")
+    divides = isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss) and loss_fn.reduction == "mean"
+    if divides and loss_fn.weight is not None:
+        why = "must not have class weights with reduction='mean', which divides by the weights of the whole batch: a "
+        raise InputError("loss_fn", f"{why}record then moves others' gradients, and no clip bounds that", str(loss_fn))
+    own = getattr(loss_fn, "reduction", None)
+    if own in ("mean", "batchmean", "sum") and (own == "sum") != (optimizer.loss_reduction == "sum"):
+        why = (
+            f"must be reduced by {optimizer.loss_reduction!r}, as make_private was told: otherwise the size of the "
+            "batch is in each gradient, and a record moves those of others"
+        )
+        raise InputError("loss_fn", why, own)
+
+
+def check_accounted(optimizer: Any, rate: float) -> None:
+    """Warns where Opacus accounts for a lower rate than that of the loader: its ε is then too small.
+
+    Args:
+        optimizer: Opacus's.
+        rate: with which the loader draws.
+    """
+    accounted = _of_hook(optimizer).get("sample_rate")
+    if isinstance(accounted, float) and accounted < rate * (1 - 1e-3):
+        what = f"Opacus accounts for the sample rate {accounted:.6g}, but the loader draws with {rate:.6g}"
+        warn_user(f"{what}: its epsilon is too small. This ledger's get_epsilon has the loader's", ReconboundWarning)
+
+
+def steps_before(optimizer: Any) -> int:
+    """Returns the number of steps that Opacus's accountant has counted so far; 0 where it is not known."""
+    history = getattr(_of_hook(optimizer).get("self"), "history", ())
+    return sum(int(row[2]) for row in history)
+
+
+def _of_hook(optimizer: Any) -> Mapping[str, Any]:
+    """Returns what the accountant's step hook holds: the accountant and its sample rate."""
+    hook = optimizer.step_hook
+    return inspect.getclosurevars(hook).nonlocals if inspect.isfunction(hook) else {}

@@ -1,0 +1,252 @@
+"""Computations at fixed shapes: records are padded into buffers that stay, and a GPU replays what it computed first.
+
+A step of a small network is hundreds of short kernels, and Python launches them more slowly than a GPU runs them. A
+CUDA graph launches them at once, but reads and writes the same memory each time. So the rows of a batch are copied into
+buffers of a few sizes. Rows beyond the batch repeat its first record with a mask of 0: they add exactly zero and are
+never measured. A batch that exceeds the largest size is computed eagerly.
+
+On a CPU the same code runs without graphs, which the tests compare with the eager computation. Only `capture` and the
+branch that calls it need a GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from reconbound._internal.checks import warn_user
+from reconbound._internal.devices import send
+from reconbound.fisher.sums import check_next_batch
+from reconbound.validate.model import ReconboundWarning
+
+#: A function's tensors by name. Those named here are of the whole batch; all others have a row for each record.
+Found = dict[str, Tensor]
+WHOLE = ("total", "finite")
+#: Two computations of the same numbers differ by less, relative to them and to the sum of all norms.
+_ROUNDING, _LEAST = 5e-2, 1e-4
+_FEW = 0.05  # share of records whose norms may differ by more
+_MOVES = 4  # times that a model's memory may move before its work is computed eagerly
+
+
+class Rows:
+    """Buffers for the rows of some records.
+
+    Args:
+        data: inputs and targets, trees of tensors with one row per record; on the device or in main memory.
+        size: the largest number of records.
+        device: of the buffers.
+
+    Attributes:
+        index: the records, (size,); padding repeats the first.
+        inputs: their inputs.
+        targets: their targets.
+        mask: 1 for a record, 0 for padding, (size,).
+        more: further buffers of this size, by name; filled by whoever needs them.
+    """
+
+    def __init__(self, data: tuple[Any, Any], size: int, device: torch.device) -> None:
+        self.size, self.device = size, device
+        self.index = torch.zeros(size, dtype=torch.int64, device=device)
+        self.mask = torch.zeros(size, device=device)
+        self._places = torch.arange(size, device=device)
+
+        def buffer(leaf: Tensor) -> Tensor:
+            return torch.zeros(size, *leaf.shape[1:], dtype=leaf.dtype, device=device)
+
+        self.inputs, self.targets = tree_map_only(Tensor, buffer, data)
+        self._sources = _tensors(data)
+        self._buffers = _tensors((self.inputs, self.targets))
+        self.more: dict[str, list[Any]] = {}
+
+    def fill(self, records: Tensor) -> None:
+        """Copies the rows of these records, at least one and at most `size`, into the buffers.
+
+        Args:
+            records: their indices, in main memory.
+        """
+        padded = records[:1].repeat(self.size)
+        padded[: len(records)] = records
+        self.index.copy_(send(padded, self.device))
+        torch.lt(self._places, len(records), out=self.mask)
+        for source, buffer in zip(self._sources, self._buffers, strict=True):
+            if source.device == self.device:
+                torch.index_select(source.detach(), 0, self.index, out=buffer)
+            else:
+                buffer.copy_(send(source.detach().index_select(0, padded.to(source.device)), self.device))
+
+
+class StaticWork:
+    """A function of records whose shapes are one of a few, computed as a CUDA graph on a GPU.
+
+    The first call at each size, and calls 2, 4, 8, ... of all, are compared with the eager computation and its checks:
+    what a graph cannot follow (a loss that depends on Python's state, for example) would otherwise go unnoticed. Where
+    they differ, or where the work cannot be captured, it is computed eagerly from then on, and a warning says so once.
+
+    Args:
+        model: whose parameters the function reads. Where they move in memory, the work is captured anew.
+        data: as in Rows.
+        sizes: ascending.
+        function: rows → tensors by name, of which "total" and "norm" are compared. It must not wait for the device.
+        prepare: called with the rows before each call, for what a graph must not contain.
+        pool: shares the memory of its graphs with others, never two at a time.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: tuple[Any, Any],
+        sizes: Sequence[int],
+        function: Callable[[Rows], Found],
+        *,
+        prepare: Callable[[Rows], None] = lambda rows: None,
+        pool: Any = None,
+    ) -> None:
+        self.model, self.data, self.sizes, self.pool = model, data, tuple(sizes), pool
+        self.function, self.prepare = function, prepare
+        self.device = next(model.parameters()).device
+        self.eager = False  # from now on
+        self._calls, self._moves = 0, 0
+        self._place: tuple[Any, ...] = ()
+        self._recorded: dict[int, tuple[Rows, torch.cuda.CUDAGraph | None, Found]] = {}
+
+    def __call__(self, records: Tensor) -> Found | None:
+        """Returns copies of the function's tensors, without the rows of padding; None: compute them eagerly.
+
+        Args:
+            records: their indices, in main memory.
+        """
+        size = None if self.eager or len(records) == 0 else self._size(len(records))
+        if size is None:
+            return None
+        self._forget_if_moved()
+        try:
+            found, new = self._replayed(records, size)
+            self._calls += 1
+            if not new and self._calls & (self._calls - 1):
+                return found
+            check_next_batch(self.model)  # of which a graph repeats nothing
+            alone = Rows(self.data, len(records), self.device)
+            alone.fill(records)
+            self.prepare(alone)
+            if not differ(found, self.function(alone)):
+                return found
+            why = "depends on more than its records and parameters, which a CUDA graph cannot follow"
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError) as reason:  # the eager computation raises the function's own again
+            if self.device.type != "cuda" and not isinstance(reason, ValueError):
+                raise
+            why = f"cannot be computed at fixed shapes ({(str(reason) or type(reason).__name__).splitlines()[0][:200]})"
+        self._give_up(why)
+        return None
+
+    def _size(self, records: int) -> int | None:
+        """Returns the size to which so many records are padded; None if there are more than the largest size."""
+        level = next((size for size in self.sizes if size >= records), None)
+        return level if level is None or level < 2 * records else -(-records // 8) * 8
+
+    def _replayed(self, records: Tensor, size: int) -> tuple[Found, bool]:
+        """Returns the tensors, and whether this size is computed for the first time."""
+        new = size not in self._recorded
+        rows, graph, found = (Rows(self.data, size, self.device), None, {}) if new else self._recorded[size]
+        rows.fill(records)
+        self.prepare(rows)
+        if self.device.type == "cuda":
+            if graph is None:
+                buffers = [buffer.clone() for buffer in self.model.buffers()]
+                graph, found = capture(lambda: self.function(rows), self.device, self.pool)
+                for buffer, before in zip(self.model.buffers(), buffers, strict=True):
+                    buffer.copy_(before)
+            graph.replay()
+        else:
+            found = self.function(rows)
+        self._recorded[size] = rows, graph, found
+        copies = {k: (v if k in WHOLE else v[: len(records)]).detach().clone() for k, v in found.items()}
+        return copies, new
+
+    def _forget_if_moved(self) -> None:
+        """Drops graphs that would read memory that is no longer the model's, or a model in another mode."""
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        place = (
+            *((t.data_ptr(), t.requires_grad) for t in tensors),
+            *(module.training for module in self.model.modules()),
+        )
+        if place != self._place:
+            self._moves += bool(self._place)
+            self._place, self._recorded = place, {}
+            if self._moves > _MOVES:
+                self._give_up("has parameters or buffers that are replaced again and again, not changed in place")
+
+    def _give_up(self, why: str) -> None:
+        self.eager, self._recorded = True, {}
+        what = f"the work of a step of this {type(self.model).__name__} {why}"
+        warn_user(f"{what}: it is computed eagerly, with the same results, more slowly", ReconboundWarning)
+
+
+def differ(found: Found, other: Found) -> bool:
+    """Returns whether two computations differ by more than rounding; numbers that are not finite are left to others.
+
+    Args:
+        found: a function's tensors.
+        other: those of another computation, eagerly.
+    """
+    a, b = found["norm"].double(), other["norm"].detach().double()
+    off = (a - b).abs() > _ROUNDING * b + _LEAST * b.mean()
+    if bool(off.any()):  # a graph clips records further whose places nearly cancel (fisher/passes/by_layer.py)
+        return float(off.double().mean()) > _FEW
+    if "total" not in found:
+        return False
+    a, b = found["total"].double(), other["total"].detach().double()
+    least = _LEAST * float(other["norm"].detach().double().sum())
+    return float((a - b).norm()) > _ROUNDING * float(b.norm()) + least
+
+
+def capture(function: Callable[[], Any], device: torch.device, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """Returns a CUDA graph of a function, and what it returned while it was captured, which each replay overwrites.
+
+    Args:
+        function: takes nothing; it must not wait for the device.
+        device: the GPU.
+        pool: the memory of other graphs, which it then shares.
+    """
+    here = torch.cuda.current_stream(device)
+    with torch.cuda.stream(here):  # a capture that fails leaves its own stream behind as the current one
+        side = torch.cuda.Stream(device)
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            for _ in range(2):  # cuDNN and cuBLAS choose and allocate before the capture
+                function()
+        here.wait_stream(side)
+        torch.cuda.synchronize(device)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with no_collection(), torch.cuda.graph(graph, pool=pool):
+                found = function()
+        except Exception:
+            with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+                torch.zeros(1, device=device)  # a capture that ends well frees torch's generator of the failed one
+            raise
+    return graph, found
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Frees unused memory, then nothing more: freeing another graph during a capture makes the capture fail."""
+    gc.collect()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

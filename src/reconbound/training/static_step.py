@@ -1,0 +1,171 @@
+"""Gradient sums and measurements of a step at fixed shapes, with the numbers that the eager ones give.
+
+What a CUDA graph must not contain is done outside: probes are drawn, and other worlds are asked for, into buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from reconbound.fisher import ProbeOptions, StepInformation
+from reconbound.fisher.probes import draw_input_probes, draw_probes
+from reconbound.fisher.sums import ClippedSum
+from reconbound.fisher.worlds import StepDistances, changed_batch
+from reconbound.training.finite import all_finite
+from reconbound.training.static import Found, Rows, StaticWork
+from reconbound.validate.private import Problem, as_private, private_part
+
+if TYPE_CHECKING:
+    from reconbound.training.step import Measurer
+
+
+class StaticStep:
+    """Computes what a Measurer does, at fixed shapes. Every method returns None where it is to be computed eagerly.
+
+    Args:
+        measurer: of the training.
+        sizes: to which records are padded, ascending.
+    """
+
+    def __init__(self, measurer: Measurer, sizes: Sequence[int]) -> None:
+        self.measurer = m = measurer
+        self.widths = {name: p.numel() for name, p in m.params.items()}
+        self._templates: dict[str, Any] = {}  # what is not a tensor in results
+        self._probes: list[Any] = []
+        made: dict[str, Any] = {"pool": torch.cuda.graph_pool_handle() if m.device.type == "cuda" else None}
+        about = (m.model, (m.inputs, m.targets), sizes)
+        self._sums = StaticWork(*about, self._gradient_sum, **made)
+        self._informed = self._apart = None
+        if m.settings.rules is not None and not m.kept.spectral:  # spectral norms draw inside
+            self._informed = StaticWork(*about, self._information, **made)
+        if m.worlds:
+            self._apart = StaticWork(*about, self._distances, prepare=self._change, **made)
+
+    def gradient_sum(self, records: Tensor) -> tuple[ClippedSum, Tensor] | None:
+        """Returns the clipped sum of these records, and whether its numbers are finite.
+
+        Args:
+            records: their indices, in main memory.
+        """
+        found = self._sums(records)
+        if found is None:
+            return None
+        parts = (found["loss"], found["norm"], found["factor"])
+        return ClippedSum(*parts, gradient_sum=self._split(found["total"])), found["finite"]
+
+    def information(self, records: Tensor, generator: torch.Generator) -> tuple[StepInformation, Tensor] | None:
+        """Returns the information about these records, and whether its numbers are finite.
+
+        Args:
+            records: their indices, in main memory.
+            generator: draws the probes; left as it was where None is returned.
+        """
+        if self._informed is None or self._informed.eager:
+            return None
+        before = generator.get_state()
+        self._draw(generator)
+        found = self._informed(records)
+        if found is None:
+            generator.set_state(before)
+            return None
+        finite, total = found.pop("finite"), found.pop("total")
+        return replace(self._templates["information"], mask=None, gradient_sum=self._split(total), **found), finite
+
+    def distances(self, records: Tensor) -> tuple[StepDistances, Tensor] | None:
+        """Returns the distances of these records to the replaced worlds, and whether their numbers are finite.
+
+        Args:
+            records: their indices, in main memory.
+        """
+        found = None if self._apart is None else self._apart(records)
+        if found is None:
+            return None
+        parts: dict[str, dict[str, Tensor]] = {"other": {}, "squared": {}}
+        for name, value in found.items():
+            kind, separator, world = name.partition("/")
+            if separator:
+                parts[kind][world] = value
+        template: StepDistances = self._templates["distances"]
+        own = replace(template, loss=found["loss"], clipped_norm=found["norm"], mask=None)
+        return replace(own, other_norm=parts["other"], squared_distance=parts["squared"]), found["finite"]
+
+    # --- the functions of padded rows ------------------------------------------------------------
+
+    def _gradient_sum(self, rows: Rows) -> Found:
+        clipped = self.measurer.clipped(rows.inputs, rows.targets, mask=rows.mask, method=self._method(0))
+        finite = all_finite(clipped.loss, clipped.norm, *clipped.gradient_sum.values())
+        own = {"loss": clipped.loss, "norm": clipped.norm, "factor": clipped.factor}
+        return {**own, "total": self._joined(clipped.gradient_sum), "finite": finite}
+
+    def _information(self, rows: Rows) -> Found:
+        m, inputs = self.measurer, isinstance(self._probes[0], Tensor)
+        space: Any = "inputs" if inputs else "weights"
+        probes = ProbeOptions(directions=self._probes, space=space, error="bound")
+        found = m.informed(rows.inputs, rows.targets, probes, mask=rows.mask, method=self._method(1))
+        self._templates["information"] = replace(found, gradient_sum={})
+        values = {f.name: getattr(found, f.name) for f in fields(found) if f.name != "mask"}
+        own = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        finite = all_finite(found.loss, found.norm, found.trace, *found.gradient_sum.values())
+        return {**own, "total": self._joined(found.gradient_sum), "finite": finite}
+
+    def _distances(self, rows: Rows) -> Found:
+        m = self.measurer
+        worlds = {name: partial(_given, rows.more[name]) for name in m.worlds}
+        found = m.apart(rows.inputs, rows.targets, worlds, mask=rows.mask, method=self._method(0))
+        self._templates["distances"] = found
+        own = {"loss": found.loss, "norm": found.clipped_norm}
+        own |= {f"other/{name}": value for name, value in found.other_norm.items()}
+        own |= {f"squared/{name}": value for name, value in found.squared_distance.items()}
+        return {**own, "finite": all_finite(*own.values())}
+
+    def _method(self, k: int) -> Any:
+        """Returns "layers" for "auto": a batch that they do not cover must not be captured in another way."""
+        return "layers" if self.measurer.methods[k] == "auto" else self.measurer.methods[k]
+
+    def _joined(self, sums: Mapping[str, Tensor]) -> Tensor:
+        return torch.cat([sums[name].flatten() for name in self.widths])
+
+    def _split(self, total: Tensor) -> dict[str, Tensor]:
+        pieces = total.split(list(self.widths.values()))
+        shapes = (p.shape for p in self.measurer.params.values())
+        return {name: one.reshape(s) for name, one, s in zip(self.widths, pieces, shapes, strict=True)}
+
+    # --- what graphs must not contain ------------------------------------------------------------
+
+    def _draw(self, generator: torch.Generator) -> None:
+        """Draws the probes that `step_information` would, into their buffers."""
+        m = self.measurer
+        if m.kept.diagonal:
+            drawn: list[Any] = draw_probes(m.params, m.settings.probes, generator)
+        else:
+            if "private part" not in self._templates:
+                problem = Problem(m.model, m.loss_fn, as_private(m.private))
+                self._templates["private part"] = private_part(problem, *m.rows(torch.zeros(1, dtype=torch.int64)))
+            drawn = list(draw_input_probes(self._templates["private part"], m.settings.probes, generator))
+        _copied(self._probes, drawn)
+
+    def _change(self, rows: Rows) -> None:
+        """Asks every world for its batch."""
+        for name, world in self.measurer.worlds.items():
+            inputs, targets = changed_batch(name, world, rows.inputs, rows.targets)
+            _copied(rows.more.setdefault(name, []), [inputs, targets])
+
+
+def _given(batch: list[Any], inputs: Any, targets: Any) -> tuple[Any, Any]:
+    """Returns a world's batch, whatever that of the real world is."""
+    return batch[0], batch[1]
+
+
+def _copied(buffers: list[Any], values: list[Any]) -> None:
+    """Copies trees of tensors into their buffers, which are made of the first."""
+    if not buffers:
+        buffers.extend(tree_map(lambda t: t.detach().clone() if isinstance(t, Tensor) else t, values))
+        return
+    tree_map(lambda to, new: to.copy_(new) if isinstance(to, Tensor) else to, buffers, values)

@@ -1,0 +1,495 @@
+"""Trainings that go wrong in Opacus or in the loop: the ledger is right, or refused with the reason."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from opacus.layers import DPLSTM
+from opacus.schedulers import LambdaGradClip
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from beside_opacus import Training, data, exact_divergence, loader_of, measured, network, private, quiet
+from reconbound._internal.checks import InputError
+from reconbound.integrations.loaders import DrawnBatches
+from reconbound.report.folder import read_audit
+
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook", "ignore:Secure RNG")
+
+
+class Twice(nn.Module):
+    """Uses the weight of a layer outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + 10 * nn.functional.linear(x, self.inner[0].weight)[:, :3]
+
+
+class Column(nn.MSELoss):
+    """The squared error of outputs of shape (B, 1), as in a regression."""
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return super().forward(outputs[:, :1], targets[:, None].double())
+
+
+# --- ghost clipping sums more than it measured ---------------------------------------------
+
+
+def test_ghost_losses_that_opacus_does_not_clip_are_refused() -> None:
+    """Factors (B,) times losses (B, 1) are a (B, B) matrix: each record is summed with the factors of all."""
+    made = private("ghost", criterion=Column())
+    made.watch()
+    with pytest.raises(
+        InputError, match=r"loss_fn must give one loss per record, of shape \(\d+,\): Opacus multiplies"
+    ):
+        made.train(1)
+
+
+def test_ghost_gradients_past_the_layers_are_refused() -> None:
+    made = private("ghost", network=Twice().double())
+    made.watch()
+    with pytest.raises(InputError, match="loss_fn must depend on the parameters through the layers of the model only"):
+        made.train(1)
+
+
+def test_ghost_penalty_is_refused() -> None:
+    made = private("ghost")
+    ledger = made.watch()
+    own = made.criterion
+    made.criterion = lambda outputs, targets: (  # type: ignore[assignment]
+        own(outputs, targets) + 5 * sum(p.square().sum() for p in made.network.parameters())
+    )
+    with pytest.raises(InputError, match="no penalty on the parameters"):
+        made.train(1)
+    assert ledger.steps == 0
+
+
+def test_ghost_gradients_of_another_loss_are_refused() -> None:
+    made = private("ghost")
+    made.watch()
+    made.train(1)
+    made.criterion = nn.CrossEntropyLoss()  # not clipped; Opacus keeps the norms of the last batch
+    with pytest.raises(InputError, match=r"loss_fn must be what backward\(\) is called on, by itself"):
+        made.train(1)
+
+
+def add_another_loss(model: nn.Module) -> None:
+    torch.stack([p.square().sum() for p in model.parameters()]).sum().backward()
+
+
+def scale_by_their_norm(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+@pytest.mark.parametrize("change", [add_another_loss, scale_by_their_norm])
+def test_ghost_gradients_that_change_before_the_step_are_refused(change: Any) -> None:
+    made = private("ghost")
+    made.watch()
+    x, y, _ = next(iter(made.loader))
+    made.criterion(made.model(x), y).backward()
+    change(made.network)
+    with pytest.raises(InputError, match="nothing else may change the gradients before the step"):
+        made.optimizer.step()
+
+
+def test_ghost_adaptive_clipping_is_refused() -> None:
+    from opacus.utils.adaptive_clipping.adaptive_clipping_utils import PrivacyEngineAdaptiveClipping
+
+    with quiet():
+        made = private("ghost", engine=PrivacyEngineAdaptiveClipping())
+    with pytest.raises(InputError, match=r"loss_fn cannot be accounted for \(adaptive clipping"):
+        made.watch()
+
+
+# --- the same noise twice ------------------------------------------------------------------
+
+
+def test_seed_that_is_set_again_is_refused() -> None:
+    """As in a loop that sets the seed at the start of each epoch: batches and noise are those of the first one."""
+    made = private()
+    ledger = made.watch()
+    for _ in range(2):
+        torch.manual_seed(0)
+        if ledger.steps:
+            break
+        made.train(1)
+    with pytest.raises(InputError, match="seed must not be set again during a training"):
+        made.train(1)
+    assert ledger.steps == 5
+
+
+def test_seed_that_is_set_again_after_a_restart_is_refused() -> None:
+    made = private()
+    ledger = made.watch()
+    torch.manual_seed(0)
+    made.train(1)
+    state = ledger.state_dict()
+    again = private()
+    other = again.watch()
+    other.load_state_dict(state)
+    torch.manual_seed(0)
+    with pytest.raises(InputError, match=r"seed must not be set again .* nor after a restart"):
+        again.train(1)
+    with pytest.raises(InputError, match="state must have its noise states"):
+        private().watch().load_state_dict({**state, "noise_states": None})
+    with pytest.raises(InputError, match="state must have the smallest and the largest clip norm"):
+        private().watch().load_state_dict({**state, "bounds": []})
+
+
+def test_noise_generator_of_ones_own_is_watched_too() -> None:
+    generator = torch.Generator()
+    made = private(noise_generator=generator.manual_seed(5))
+    made.watch()
+    made.train(1)
+    generator.manual_seed(5)
+    with pytest.raises(InputError, match="seed must not be set again"):
+        made.train(1)
+
+
+def test_one_training_that_is_run_again_is_no_second_run() -> None:
+    """Trainings with the same seed agree in everything: as two runs they would give narrow limits."""
+    ledgers = []
+    for _ in range(2):
+        made = private(seed=8)
+        ledgers.append(made.watch())
+        made.train(1)
+    with pytest.raises(InputError, match="1 of its runs is in this ledger already"):
+        ledgers[0].finish().merge(ledgers[1].finish())
+
+
+# --- steps and batches that do not belong together -----------------------------------------
+
+
+def virtual_steps(made: Training, count: int) -> Any:
+    """Takes some physical steps and returns the iteration, in the middle of a batch."""
+    limited = BatchMemoryManager(data_loader=made.loader, max_physical_batch_size=4, optimizer=made.optimizer)
+    with limited as loader:
+        batches = iter(loader)
+        for _ in range(count):
+            x, y, _ = next(batches)
+            made.optimizer.zero_grad()
+            made.criterion(made.model(x), y).backward()
+            made.optimizer.step()
+    return batches
+
+
+@pytest.mark.parametrize("fetched", [0, 1])
+def test_batches_that_were_left_halfway_are_refused(fetched: int) -> None:
+    """As after an error of memory in a part of a batch: the parts before it are in the sum of the next step."""
+    made = private()
+    ledger = made.watch()
+    batches = virtual_steps(made, 1 - fetched)
+    for _ in range(fetched):
+        next(batches)  # and no step
+    with pytest.raises(InputError, match="data_loader must be left between two steps, not in the middle of a batch"):
+        made.train(1, virtual=4)
+    assert ledger.steps == 0
+
+
+def test_batches_without_a_step_are_found_at_the_end_of_an_iteration() -> None:
+    """Where two batches have the same size, a step with the second one passes for one with the first."""
+    sampler = UniformWithReplacementSampler(num_samples=9, sample_rate=0.2)
+    batches = DrawnBatches(sampler, lambda: False, ahead=False)
+    for k, indices in enumerate(batches.recorded(iter([[1, 2], [3, 4], [5, 6]]))):
+        if k:
+            batches.take(len(indices))
+    with pytest.raises(InputError, match="an iteration over all of its batches ended with fewer steps, got '1 without"):
+        batches.check_complete()
+    with pytest.raises(InputError, match="ended with fewer steps"):
+        next(batches.recorded(iter([[1]])))
+    looked = DrawnBatches(sampler, lambda: False, ahead=False)
+    assert list(looked.recorded(iter([[1], [2]]))) == [[1], [2]]
+    looked.check_complete()  # a look at the data
+    ahead = DrawnBatches(sampler, lambda: False, ahead=True)
+    for _ in ahead.recorded(iter([[1], [2]])):
+        ahead.take(1) if not ahead._taken else None
+    ahead.check_complete()
+
+
+def test_ledger_whose_records_are_not_known_is_not_finished() -> None:
+    made = private()
+    ledger = made.watch()
+    made.train(1)
+    for k, batch in enumerate(made.loader):
+        if k:
+            with pytest.raises(InputError, match="data_loader must give each batch to one step"):
+                made.epoch([batch])
+            break
+    with pytest.raises(InputError, match="ledger must not go on after a step that was refused: begin anew"):
+        made.train(1)
+    assert "data_loader must give each batch" in ledger.refused
+    with pytest.raises(InputError, match="ledger must know the records of each step"):
+        ledger.finish()
+
+
+def test_a_refused_step_ends_the_training_but_not_the_ledger() -> None:
+    """The parts of its batch would be in the sum of the next one."""
+    made = private()
+    ledger = made.watch()
+    made.train(1, virtual=4)
+    made.optimizer.noise_multiplier = 0.4
+    with pytest.raises(InputError, match=r"noise_multiplier must stay 0\.8"):
+        made.train(1, virtual=4)
+    made.optimizer.noise_multiplier = 0.8
+    with pytest.raises(InputError, match="not in the middle of a batch"):
+        made.train(1)
+    ledger._norms.take()
+    with pytest.raises(InputError, match="ledger must not go on"):
+        made.train(1)
+    assert ledger.finish().account.steps == 5
+
+
+def test_another_training_on_the_same_parameters_is_found() -> None:
+    made = private()
+    ledger = made.watch()
+    made.train(1)
+    with quiet():
+        model, optimizer, loader = made.engine.make_private(
+            module=made.model,
+            optimizer=made.optimizer,
+            data_loader=made.loader,
+            noise_multiplier=0.8,
+            max_grad_norm=1.0,
+        )
+    before = copy.deepcopy(list(made.network.parameters()))
+    other = replace(made, model=model, optimizer=optimizer, loader=loader)
+    with pytest.raises(InputError, match="optimizer must be the one that takes all steps while it is watched"):
+        other.train(1)
+    assert all(torch.equal(a, b) for a, b in zip(before, made.network.parameters(), strict=True))
+    ledger.finish()
+    other.train(1)
+
+
+def test_accountant_does_not_count_another_training() -> None:
+    made = private()
+    ledger = made.watch()
+    made.engine.accountant = ledger
+    with quiet():
+        model, optimizer, loader = made.engine.make_private(
+            module=made.model, optimizer=torch.optim.SGD(made.network.parameters(), lr=0.1),
+            data_loader=made.loader, noise_multiplier=0.8, max_grad_norm=1.0,
+        )  # fmt: skip
+    with pytest.raises(InputError, match="ledger must not be the accountant of another training"):
+        replace(made, model=model, optimizer=optimizer, loader=loader).train(1)
+
+
+# --- settings that change ------------------------------------------------------------------
+
+
+def test_rate_that_changes_is_refused() -> None:
+    made = private()
+    ledger = made.watch()
+    made.train(1)
+    made.loader.batch_sampler.sample_rate = 0.4  # type: ignore[union-attr]
+    with pytest.raises(InputError, match="data_loader must draw with the same rate from the same records"):
+        made.train(1)
+    assert ledger.finish().account.steps == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("expected_batch_size", 13, "expected_batch_size must stay 12: the noisy sum is divided by it"),
+        ("loss_reduction", "sum", "loss_reduction must stay 'mean'"),
+        ("secure_mode", True, "secure_mode must stay False"),
+    ],
+)
+def test_settings_that_change_are_refused(name: str, value: Any, why: str) -> None:
+    made = private()
+    made.watch()
+    made.train(1)
+    setattr(made.optimizer, name, value)
+    with pytest.raises(InputError, match=why):
+        made.train(1)
+
+
+def test_clip_norm_that_changes_within_a_batch_is_refused() -> None:
+    made = private()
+    made.watch()
+    batches = virtual_steps(made, 1)
+    made.optimizer.max_grad_norm = 0.5
+    with pytest.raises(InputError, match="max_grad_norm must not change within a batch, from 1"):
+        made.epoch(batches)
+
+
+def test_statements_name_the_clip_norms_that_were_used() -> None:
+    made = private()
+    ledger = made.watch()
+    schedule = LambdaGradClip(made.optimizer, scheduler_function=lambda epoch: 0.5**epoch)
+    for _ in range(3):
+        made.train(1)
+        schedule.step()
+    assert "at most the clip norm C of the step, from 0.25 to 1" in ledger.statements[0]
+    assert "standard deviation σC = 0.8 C" in ledger.statements[1]
+    assert ledger.finish().caveats == ledger.statements
+    again = private()
+    other = again.watch()
+    other.load_state_dict(ledger.state_dict())
+    assert other.statements == ledger.statements
+
+
+@pytest.mark.parametrize(("loss", "told"), [("sum", "mean"), ("mean", "sum")])
+def test_losses_that_are_reduced_otherwise_are_refused(loss: str, told: str) -> None:
+    made = private(loss_reduction=told, criterion=nn.CrossEntropyLoss(reduction=loss))
+    with pytest.raises(InputError, match=f"loss_fn must be reduced by '{told}', as make_private was told"):
+        made.watch()
+
+
+# --- models and data -----------------------------------------------------------------------
+
+
+class Packed(nn.Module):
+    """Packs sequences by length, which Opacus's gradients then are ordered by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = DPLSTM(1, 4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = 1 + x.argmax(1)
+        packed = nn.utils.rnn.pack_padded_sequence(x[..., None], lengths, batch_first=True, enforce_sorted=False)
+        return self.out(self.rnn(packed)[1][0][-1])
+
+
+def test_packed_sequences_are_refused() -> None:
+    x, y = data()
+    dataset = TensorDataset(x.float(), y, torch.arange(60))
+    made = private(network=Packed(), dataset=dataset)
+    ledger = made.watch()
+    with pytest.raises(InputError, match="model must have padded sequences, not packed ones"):
+        made.train(1)
+    made.network.eval()
+    made.model(x.float())
+    made.network.train()
+    with torch.no_grad():
+        made.model(x.float())
+    ledger._detach()
+    made.train(1)
+
+
+class Tied(nn.Module):
+    """Uses one weight for tokens and for outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(3, 4), nn.Linear(4, 3, bias=False)
+        self.out.weight = self.words.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.words(x).mean(1))
+
+
+def test_tied_parameters_are_exact() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = Tied().double()
+    x, y = torch.arange(240).reshape(60, 4) % 7 % 3, torch.arange(60) % 3
+    made = private(network=model, dataset=TensorDataset(x, y, torch.arange(60)))
+    ledger = made.watch()
+    made.train()
+    found = ledger.finish().divergences.estimates("removed").mean
+    assert int((found > 0).sum()) > 50
+    exact = exact_divergence(made, ledger.accountant.account.sample_rate, of=(x, y))
+    torch.testing.assert_close(found, exact, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_summed_losses_are_exact(mode: str) -> None:
+    made = private(mode, loss_reduction="sum", criterion=nn.CrossEntropyLoss(reduction="sum"))
+    ledger = made.watch()
+    assert "the noisy sum is not divided" in ledger.statements[1]
+    made.train()
+    exact = exact_divergence(made, ledger.accountant.account.sample_rate)
+    torch.testing.assert_close(measured(ledger), exact, rtol=1e-6, atol=0)
+
+
+def test_workers_that_persist_are_exact() -> None:
+    made = private(loader=loader_of(num_workers=1, persistent_workers=True))
+    ledger = made.watch()
+    made.train()
+    exact = exact_divergence(made, ledger.accountant.account.sample_rate)
+    torch.testing.assert_close(measured(ledger), exact, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_in_half_precision_are_refused(dtype: torch.dtype) -> None:
+    x, y = data()
+    made = private(network=network().to(dtype), dataset=TensorDataset(x.to(dtype), y, torch.arange(60)))
+    made.watch()
+    with pytest.raises(InputError, match="model must have gradients in float32 or float64"):
+        made.train(1)
+
+
+class Stream(IterableDataset[Any]):
+    """Records without numbers."""
+
+    def __iter__(self) -> Any:
+        return iter([])
+
+
+def test_streams_are_refused() -> None:
+    made = private()
+    made.loader = DataLoader(Stream())
+    with pytest.raises(InputError, match="data_loader must have a data set whose records have numbers"):
+        made.watch()
+
+
+# --- reports along the way -----------------------------------------------------------------
+
+
+def test_report_of_each_epoch_has_its_steps(tmp_path: Path) -> None:
+    made = private(noise_multiplier=2.0)
+    ledger = made.watch()
+    for epoch in range(1, 3):
+        made.train(1)
+        ledger.report(tmp_path / "out")
+        run, leakage = read_audit(tmp_path / "out")
+        assert run.mechanism["steps"] == 5 * epoch
+        assert leakage.nats is not None
+        assert torch.equal(leakage.nats[0], ledger.divergence())
+    assert ledger.finish().account.steps == 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, ["divided by the fixed number 12.", "clipped to norm C by the hard clip"]),
+        ({"loss_reduction": "sum", "criterion": nn.CrossEntropyLoss(reduction="sum")}, ["The sum is not divided."]),
+        ({"clipping": "per_layer", "max_grad_norm": [0.5] * 4}, ["for each tensor of parameters to a norm of its own"]),
+    ],
+)
+def test_pages_name_the_divisor_and_the_clip(changes: dict[str, Any], said: list[str], tmp_path: Path) -> None:
+    made = private(noise_multiplier=2.0, **changes)
+    ledger = made.watch()
+    made.train(1)
+    ledger.report(tmp_path / "out")
+    for name in ("report.html", "report-public.html"):
+        text = " ".join((tmp_path / "out" / name).read_text().split())
+        for sentence in said:
+            assert sentence in text
+        assert "number qN" not in text
+
+
+def test_pages_say_that_the_clip_norm_changed(tmp_path: Path) -> None:
+    made = private(noise_multiplier=2.0)
+    ledger = made.watch()
+    schedule = LambdaGradClip(made.optimizer, scheduler_function=lambda epoch: 0.5**epoch)
+    for _ in range(2):
+        made.train(1)
+        schedule.step()
+    ledger.report(tmp_path / "out")
+    for name in ("report.html", "report-public.html"):
+        text = " ".join((tmp_path / "out" / name).read_text().split())
+        assert "C changed during the training, from 0.5 to 1; the noise was the same multiple" in text
+        assert "2 × 1 on the sum" not in text
+    assert "standard deviation 2 × C on the sum" in (tmp_path / "out" / "report.html").read_text()
