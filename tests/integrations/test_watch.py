@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -449,8 +450,12 @@ def test_class_weights_that_divide_by_the_batch_are_refused() -> None:
 def test_a_training_is_watched_once() -> None:
     made = private()
     ledger = made.watch()
-    with pytest.raises(InputError, match="must not be watched already"):
-        made.watch()
+    other = private()
+    for name, watched in (("optimizer", replace(other, optimizer=made.optimizer)), ("data_loader", other)):
+        if name == "data_loader":
+            watched.loader = made.loader
+        with pytest.raises(InputError, match=f"{name} must not be watched already: finish the first ledger"):
+            watched.watch()
     with pytest.raises(InputError, match="ledger must have seen a step"):
         ledger.finish()
 
@@ -488,6 +493,8 @@ def test_state_goes_into_checkpoints_of_opacus(tmp_path: Any) -> None:
     whole.train(1)
     path = tmp_path / "opacus.pt"
     whole.engine.save_checkpoint(path=path, module=whole.model, optimizer=whole.optimizer)
+    kept = torch.load(path, weights_only=True)["privacy_accountant_state_dict"]  # nothing in it is run
+    private().watch().load_state_dict(kept)
     again = private()
     other = again.watch()
     again.engine.accountant = other

@@ -9,106 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from opacus import PrivacyEngine
 from opacus.layers import DPLSTM
 from opacus.schedulers import LambdaGradClip
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from beside_opacus import Training, data, exact_divergence, loader_of, measured, network, private, quiet
 from reconbound._internal.checks import InputError
 from reconbound.integrations.loaders import DrawnBatches
+from reconbound.integrations.opacus import watch
 from reconbound.report.folder import read_audit
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook", "ignore:Secure RNG")
-
-
-class Twice(nn.Module):
-    """Uses the weight of a layer outside of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = network()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) + 10 * nn.functional.linear(x, self.inner[0].weight)[:, :3]
-
-
-class Column(nn.MSELoss):
-    """The squared error of outputs of shape (B, 1), as in a regression."""
-
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return super().forward(outputs[:, :1], targets[:, None].double())
-
-
-# --- ghost clipping sums more than it measured ---------------------------------------------
-
-
-def test_ghost_losses_that_opacus_does_not_clip_are_refused() -> None:
-    """Factors (B,) times losses (B, 1) are a (B, B) matrix: each record is summed with the factors of all."""
-    made = private("ghost", criterion=Column())
-    made.watch()
-    with pytest.raises(
-        InputError, match=r"loss_fn must give one loss per record, of shape \(\d+,\): Opacus multiplies"
-    ):
-        made.train(1)
-
-
-def test_ghost_gradients_past_the_layers_are_refused() -> None:
-    made = private("ghost", network=Twice().double())
-    made.watch()
-    with pytest.raises(InputError, match="loss_fn must depend on the parameters through the layers of the model only"):
-        made.train(1)
-
-
-def test_ghost_penalty_is_refused() -> None:
-    made = private("ghost")
-    ledger = made.watch()
-    own = made.criterion
-    made.criterion = lambda outputs, targets: (  # type: ignore[assignment]
-        own(outputs, targets) + 5 * sum(p.square().sum() for p in made.network.parameters())
-    )
-    with pytest.raises(InputError, match="no penalty on the parameters"):
-        made.train(1)
-    assert ledger.steps == 0
-
-
-def test_ghost_gradients_of_another_loss_are_refused() -> None:
-    made = private("ghost")
-    made.watch()
-    made.train(1)
-    made.criterion = nn.CrossEntropyLoss()  # not clipped; Opacus keeps the norms of the last batch
-    with pytest.raises(InputError, match=r"loss_fn must be what backward\(\) is called on, by itself"):
-        made.train(1)
-
-
-def add_another_loss(model: nn.Module) -> None:
-    torch.stack([p.square().sum() for p in model.parameters()]).sum().backward()
-
-
-def scale_by_their_norm(model: nn.Module) -> None:
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-
-
-@pytest.mark.parametrize("change", [add_another_loss, scale_by_their_norm])
-def test_ghost_gradients_that_change_before_the_step_are_refused(change: Any) -> None:
-    made = private("ghost")
-    made.watch()
-    x, y, _ = next(iter(made.loader))
-    made.criterion(made.model(x), y).backward()
-    change(made.network)
-    with pytest.raises(InputError, match="nothing else may change the gradients before the step"):
-        made.optimizer.step()
-
-
-def test_ghost_adaptive_clipping_is_refused() -> None:
-    from opacus.utils.adaptive_clipping.adaptive_clipping_utils import PrivacyEngineAdaptiveClipping
-
-    with quiet():
-        made = private("ghost", engine=PrivacyEngineAdaptiveClipping())
-    with pytest.raises(InputError, match=r"loss_fn cannot be accounted for \(adaptive clipping"):
-        made.watch()
 
 
 # --- the same noise twice ------------------------------------------------------------------
@@ -142,8 +57,9 @@ def test_seed_that_is_set_again_after_a_restart_is_refused() -> None:
         again.train(1)
     with pytest.raises(InputError, match="state must have its noise states"):
         private().watch().load_state_dict({**state, "noise_states": None})
-    with pytest.raises(InputError, match="state must have the smallest and the largest clip norm"):
-        private().watch().load_state_dict({**state, "bounds": []})
+    for bounds in ([], None, 3):
+        with pytest.raises(InputError, match="state must have the smallest and the largest clip norm"):
+            private().watch().load_state_dict({**state, "bounds": bounds})
 
 
 def test_noise_generator_of_ones_own_is_watched_too() -> None:
@@ -268,6 +184,28 @@ def test_another_training_on_the_same_parameters_is_found() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, made.network.parameters(), strict=True))
     ledger.finish()
     other.train(1)
+
+
+class Outer(torch.optim.Optimizer):
+    """Takes the steps of another optimizer, as Lookahead does, and calls no constructor."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.defaults, self.state, self.param_groups = inner, {}, inner.state, inner.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+def test_optimizers_around_others_are_exact() -> None:
+    inner = network()
+    made = private(network=inner, optimizer=Outer(torch.optim.SGD(inner.parameters(), lr=0.5)))
+    ledger = made.watch()
+    made.train()
+    exact = exact_divergence(made, ledger.accountant.account.sample_rate)
+    torch.testing.assert_close(measured(ledger), exact, rtol=1e-6, atol=0)
 
 
 def test_accountant_does_not_count_another_training() -> None:
@@ -428,6 +366,58 @@ def test_gradients_in_half_precision_are_refused(dtype: torch.dtype) -> None:
     made.watch()
     with pytest.raises(InputError, match="model must have gradients in float32 or float64"):
         made.train(1)
+
+
+@pytest.mark.filterwarnings("ignore:Optimal order")
+def test_target_epsilon_is_that_of_the_ledger() -> None:
+    inner, x = network(), data()
+    with quiet():
+        model, optimizer, loader = PrivacyEngine().make_private_with_epsilon(
+            module=inner, optimizer=torch.optim.SGD(inner.parameters(), lr=0.1),
+            data_loader=DataLoader(TensorDataset(*x, torch.arange(60)), batch_size=12), target_epsilon=4.0,
+            target_delta=1e-5, epochs=3, max_grad_norm=1.0,
+        )  # fmt: skip
+    criterion = nn.CrossEntropyLoss()
+    ledger = watch(optimizer, loader, criterion)
+    for _ in range(3):
+        for inputs, targets, _ in loader:
+            optimizer.zero_grad()
+            criterion(model(inputs), targets).backward()
+            optimizer.step()
+    assert ledger.get_epsilon(1e-5) == pytest.approx(4.0, abs=0.05)
+
+
+class Named(Dataset[Any]):
+    """Records as dictionaries, as many libraries give them."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        x, y = data()
+        return {"inputs": x[i], "labels": y[i], "number": torch.tensor(i)}
+
+
+def test_records_that_are_dictionaries_are_exact(tmp_path: Path) -> None:
+    made = private(loader=DataLoader(Named(), batch_size=12))
+    ledger = made.watch()
+    for batch in made.loader:
+        made.epoch([batch.values()])
+    exact = exact_divergence(made, ledger.accountant.account.sample_rate)
+    torch.testing.assert_close(measured(ledger), exact, rtol=1e-6, atol=0)
+    with pytest.raises(InputError, match=r"dataset must be given: .* got 'a dict first"):
+        ledger.report(tmp_path / "out")
+
+
+def sorted_by_size(records: list[Any]) -> Any:
+    return torch.utils.data.default_collate(sorted(records, key=lambda record: float(record[0].sum()) > 4))
+
+
+def test_loader_that_moves_few_records_is_refused() -> None:
+    x, _ = data()
+    assert 0 < int((x.sum(1) > 4).sum()) < 20
+    with pytest.raises(InputError, match=r"data_loader must keep the order .* got 'sorted_by_size'"):
+        private(loader=loader_of(collate_fn=sorted_by_size)).watch()
 
 
 class Stream(IterableDataset[Any]):

@@ -9,8 +9,9 @@ from torch import Tensor
 
 #: Steps at most.
 ROUNDS = 60
-#: A search ends where its step is shorter than this share, or where its damping is above the largest.
-SHORT, MOST_DAMPING = 1e-9, 1e12
+#: A search ends where its next step is expected to gain less than this (values are −ln of likelihoods, and errors of an
+#: answer in a direction about √(2·gain) of its standard error), or where its damping is above the largest.
+GAIN, MOST_DAMPING = 1e-7, 1e12
 
 #: (positions (m, k), their searches (m,)) → values (m,), negative slopes (m, k), curvatures (m, k, k).
 Evaluate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -44,12 +45,12 @@ def climb(
         tried = tried * (far / tried.norm(dim=1, keepdim=True).clamp(min=far))
         new, new_slope, new_bend = evaluate(tried, live)
         better = new < value[live]
-        short = (tried - place[live]).norm(dim=1) <= SHORT * (1 + tried.norm(dim=1))
+        small = (slope[live] * step).sum(1) <= GAIN
         won = live[better]
         place[won], value[won] = tried[better], new[better]
         slope[won], bend[won] = new_slope[better], new_bend[better]
         own[live] = torch.where(better, (own[live] / 10).clamp(min=1e-12), own[live] * 10)
-        live = live[~short & (own[live] <= MOST_DAMPING)]
+        live = live[~small & (own[live] <= MOST_DAMPING)]
         if not len(live):
             break
     return place, value

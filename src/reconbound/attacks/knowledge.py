@@ -30,8 +30,8 @@ from reconbound.training.settings import Settings
 from reconbound.training.trajectory import Trajectory
 from reconbound.validate.private import Private, Problem
 
-#: Floats in one array of Jacobians.
-FLOATS = 8_000_000
+#: Floats in one array of Jacobians: on a CPU it then stays in the cache, a GPU needs much to do at once.
+FLOATS, GPU_FLOATS = 1_000_000, 100_000_000
 LossFn = Callable[[Any, Any], Tensor]
 
 
@@ -170,7 +170,7 @@ class SGDKnowledge:
             columns: of the Jacobians.
         """
         trainings, steps, size = seen.left.shape
-        count = max(1, FLOATS // max(1, trainings * size * columns))
+        count = max(1, floats_at_once(seen.left) // max(1, trainings * size * columns))
         for at in range(0, steps, count):
             yield slice(at, min(at + count, steps))
 
@@ -197,11 +197,12 @@ class SGDKnowledge:
             w, left = seen.params[:, rows], seen.left[:, rows]
             u, jacobian = self.gradients(z, w), self._moved(z, w, root)
             terms, took = self._terms(seen, u, left, rows, scale)
-            weight = took / scale[:, None].square()
+            weight = (took.sqrt() / scale[:, None])[:, :, None]
+            away = (weight * (left - u)).flatten(1)
+            jacobian = jacobian.mul_(weight[..., None]).flatten(1, 2)
             loss -= terms.sum(1)
-            slope += torch.einsum("mt,mtp,mtpk->mk", weight, left - u, jacobian)
-            weighted = (weight[:, :, None, None] * jacobian).flatten(1, 2)
-            bend += weighted.mT @ jacobian.flatten(1, 2)
+            slope += (away[:, None] @ jacobian)[:, 0]
+            bend += jacobian.mT @ jacobian
         return loss, slope, bend
 
     def log_ratio(self, seen: Transcript, z: Tensor) -> Tensor:
@@ -314,7 +315,12 @@ def transcript_of(
     return Transcript(released.params.gather(1, wide), left.gather(1, wide), scale, 1.0, present)
 
 
+def floats_at_once(like: Tensor) -> int:
+    """Returns the number of floats in one array of Jacobians on a tensor's device."""
+    return FLOATS if like.device.type == "cpu" else GPU_FLOATS
+
+
 def _blocks(left: Tensor) -> Iterator[slice]:
     trainings, steps, size = left.shape
-    count = max(1, FLOATS // max(1, trainings * size))
+    count = max(1, floats_at_once(left) // max(1, trainings * size))
     yield from (slice(at, at + count) for at in range(0, steps, count))

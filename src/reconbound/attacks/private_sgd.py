@@ -10,6 +10,7 @@ Reconstructions are for small models only: Jacobians of every step are formed.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,11 +21,13 @@ from torch import Tensor
 from reconbound._internal.checks import InputError, whole
 from reconbound.attacks.climb import climb
 from reconbound.attacks.form import Guesses
-from reconbound.attacks.knowledge import FLOATS, SGDKnowledge, Transcript
+from reconbound.attacks.knowledge import SGDKnowledge, Transcript, floats_at_once
 
 FAR = 1e3  # answers are at most this many lengths of a record
+#: Floats in the Jacobian of one step, at most.
+MOST_FLOATS = 50_000_000
 #: Of a prior: directions at most, and the share of the mean variance that every direction has at least.
-DIRECTIONS, RIDGE = 64, 1e-2
+DIRECTIONS, RIDGE = 24, 1e-2
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class LikeliestRecord:
     """Finds the likeliest record; with outside knowledge, the most probable one (MAP).
 
     At small noise and far from the record, no step seems to contain it. So the search first assumes larger noise, as
-    large as what is left of the sums, and then less and less.
+    large as what is left of the sums beside their noise, and then less and less.
 
     Attributes:
         rounds: steps of the search at most.
@@ -50,7 +53,8 @@ class LikeliestRecord:
             known: what it knows of the record. Where `known.root` is given, answers are the most probable records.
         """
         check_size(released, known)
-        parts = max(1, FLOATS // max(1, released.left[0].numel() * known.features))
+        columns = known.features if known.root is None else known.root.shape[1]
+        parts = max(1, floats_at_once(released.left) // max(1, released.left[0].numel() * columns))
         found = [
             self._search(released.of(slice(at, at + parts)), known, known.start)[0]
             for at in range(0, len(released), parts)
@@ -67,7 +71,9 @@ class LikeliestRecord:
         root = torch.eye(known.features).to(begin) if known.root is None else known.root.to(begin)
         place = begin.new_zeros(len(seen), root.shape[1])
         far = FAR * max(1.0, float(like.norm()), float(begin.norm()))
-        scale = seen.left.norm(dim=2).amax(dim=1).clamp(min=seen.scale)
+        p = seen.left.shape[2]
+        noise = (p + 3 * math.sqrt(2 * p)) * seen.scale**2  # what of ‖r‖² may well be noise
+        scale = (seen.left.square().sum(2).amax(dim=1) - noise).clamp(min=seen.scale**2).sqrt()
         hidden = seen.present is None and seen.rate < 1
         while hidden and bool((scale > 2 * seen.scale).any()):
             place, _ = climb(partial(_posterior, seen, known, begin, root, scale), place, far=far, rounds=3)
@@ -180,26 +186,27 @@ def check_size(released: Transcript, known: SGDKnowledge) -> None:
     """Refuses a model of which the Jacobian of one step does not fit into memory."""
     columns = known.features if known.root is None else known.root.shape[1]
     floats = released.left.shape[2] * columns
-    if floats > FLOATS:
-        what = f"must be smaller: parameters × features must be at most {FLOATS:,} for this attack"
+    if floats > MOST_FLOATS:
+        what = f"must be smaller: parameters × features must be at most {MOST_FLOATS:,} for this attack"
         raise InputError("model", what, f"{floats:,}")
 
 
-def with_expectation(known: SGDKnowledge, others: Tensor) -> SGDKnowledge:
+def with_expectation(known: SGDKnowledge, others: Tensor, *, most: int = DIRECTIONS) -> SGDKnowledge:
     """Returns the knowledge of an attacker who expects a record like others: a Gaussian of their mean and spread.
 
-    The covariance has at most DIRECTIONS directions, and in each at least a share of the mean variance.
+    The covariance has the directions of the largest variances, and in each at least a share of the mean variance.
 
     Args:
         known: what the attacker knows.
         others: private features of other records, (n, d), n at least 2.
+        most: the number of directions; along all others the attacker keeps to the mean.
     """
     if len(others) < 2:
         raise InputError("others", "must be at least 2 records", len(others))
     own = others.double().cpu()
     mean = own.mean(0)
     values, vectors = torch.linalg.eigh((own - mean).T @ (own - mean) / (len(own) - 1))
-    keep = min(DIRECTIONS, len(values))
+    keep = min(whole("most", most), len(values))
     values, vectors = values[-keep:], vectors[:, -keep:]
     root = vectors * (values.clamp(min=0) + RIDGE * values.clamp(min=0).mean()).sqrt()
     like = known.like

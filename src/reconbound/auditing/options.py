@@ -20,7 +20,18 @@ from reconbound.auditing.models import MODELS, as_tensor, make_loss, make_model,
 from reconbound.auditing.release import INPUTS, read_inputs
 from reconbound.auditing.worlds import worlds_of
 from reconbound.data import Dataset
-from reconbound.report.folder import CHECKPOINTS, LEAKAGE, MODEL, PLAN, PUBLIC_REPORT, REPORT, RUN, prepare, read_audit
+from reconbound.report.folder import (
+    ATTACK,
+    CHECKPOINTS,
+    LEAKAGE,
+    MODEL,
+    PLAN,
+    PUBLIC_REPORT,
+    REPORT,
+    RUN,
+    prepare,
+    read_audit,
+)
 from reconbound.training.checkpoint import LOCK, NAMES, data_digest, plain_json
 from reconbound.training.private_sgd import PrivateSGD
 from reconbound.training.settings import Settings
@@ -211,7 +222,7 @@ def remove(folder: Path) -> None:
     """
     inside = folder / CHECKPOINTS
     kept = [*(inside / name for name in (*NAMES, LOCK)), *inside.glob("parameters-*.safetensors")]
-    for path in [*kept, *(folder / name for name in (*FILES, PLAN))]:
+    for path in [*kept, *(folder / name for name in (*FILES, ATTACK, PLAN))]:
         path.unlink(missing_ok=True)
 
 
@@ -334,6 +345,23 @@ def _format_option(value: Any) -> str:
     """Formats the value of an option, shortened where it is long."""
     text = "not given" if value is None or value == "" else str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def read_options(folder: str | os.PathLike[str]) -> tuple[AuditOptions, str]:
+    """Returns the options of the audit in a folder, without its seed, and the name of its data.
+
+    Args:
+        folder: the audit's.
+
+    Raises:
+        Unreadable: there is no plan, or it is damaged; gives the reason.
+    """
+    files.refuse_special_files(folder, CHECKPOINTS)
+    content = _read(Path(folder) / PLAN)
+    try:
+        return AuditOptions().with_changes(**content["options"] | {"seed": None}), content["data"]["name"]
+    except (InputError, TypeError) as reason:
+        raise files.Unreadable(f"{Path(folder) / PLAN} has options that cannot be ({reason}): {ADVICE}") from None
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import typer
 from reconbound import __version__
 from reconbound._internal.checks import InputError
 from reconbound.cli import options
+from reconbound.cli.attack import attack_command
 from reconbound.cli.audit import audit_command
 from reconbound.cli.bound import bound_command
 from reconbound.cli.calibrate import calibrate_command
@@ -45,6 +46,7 @@ def _group(
 app.command("bound", short_help="What a mechanism guarantees, before any data.")(bound_command)
 app.command("calibrate", short_help="The smallest noise for a floor, or for an epsilon.")(calibrate_command)
 app.command("audit", short_help="From your data to a report on every record.")(audit_command)
+app.command("attack", short_help="Attack records of an audit: floors below, attacks above.")(attack_command)
 app.command("report", short_help="Write an audit's pages anew, or compare audits.")(report_command)
 app.command("show", short_help="An audit, or one of its records, in the terminal.")(show_command)
 app.command("sweep", short_help="Train many settings: accuracy against floors.")(sweep_command)

@@ -1,4 +1,4 @@
-"""What must not change while a ledger is kept beside Opacus, and what must not come twice."""
+"""Guards of a ledger beside Opacus: settings that must not change, noise that must not come twice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from reconbound.validate.model import ReconboundWarning
 
 #: Settings of Opacus's optimizer that decide what is released, and why they must stay as they were.
 _SETTINGS = {
-    "noise_multiplier": "schedules of the noise are not accounted for, as the mechanism's limits are for one value",
+    "noise_multiplier": "schedules of the noise are not accounted for: all limits of a ledger are for one value",
     "expected_batch_size": "the noisy sum is divided by it, and no noise covers a divisor that depends on the batch",
     "loss_reduction": "it decides by what the noisy sum is divided",
     "secure_mode": "it decides how the noise is drawn",

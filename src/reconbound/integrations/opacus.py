@@ -186,7 +186,9 @@ class OpacusLedger:
         self._allow_packed = packed_sequences_refused(optimizer.params)
         self._add_noise = optimizer.add_noise
         optimizer.add_noise = self._before_noise
-        self._update_hook = optimizer.original_optimizer.register_step_pre_hook(self._before_update)
+        inner = optimizer.original_optimizer
+        hooked = hasattr(inner, "_optimizer_step_pre_hooks")  # one that wraps another may have called no constructor
+        self._update_hook = inner.register_step_pre_hook(self._before_update) if hooked else None
 
     def __repr__(self) -> str:
         a, state = self._ledger.account, "finished" if self.finished else "in progress"
@@ -280,7 +282,8 @@ class OpacusLedger:
         vars(self._optimizer).pop("add_noise", None)
         forget_batches(self._sampler)
         self._allow_packed()
-        self._update_hook.remove()
+        if self._update_hook is not None:
+            self._update_hook.remove()
 
     def _counted(self) -> FisherAccountant:
         """Returns a copy of the ledger whose account has the number of steps so far."""
@@ -431,9 +434,10 @@ class OpacusLedger:
         steps, finished = state.get("steps"), state.get("finished")
         if type(steps) is not int or steps < 0 or type(finished) is not bool or (finished and not steps):
             raise InputError("state", "must have its number of steps", (steps, finished))
-        bounds = [number("bounds", bound, above=0.0) for bound in state.get("bounds", ())]
-        if len(bounds) != (2 if steps else 0):
+        bounds = state.get("bounds")
+        if not isinstance(bounds, list) or len(bounds) != (2 if steps else 0):
             raise InputError("state", "must have the smallest and the largest clip norm", bounds)
+        bounds = [number("bounds", bound, above=0.0) for bound in bounds]
         states = NoiseStates(self._optimizer)
         states.restore(state.get("noise_states"))
         self._ledger.restore(state.get("tensors"), int(finished))  # type: ignore[arg-type]

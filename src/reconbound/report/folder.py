@@ -5,6 +5,7 @@
     plan.json              what was asked, and the seed (confidential)
     checkpoints/           of the training (confidential)
     model.safetensors      the released parameters: those of the first run
+    attack.safetensors     what `reconbound attack` found (confidential), where it was run
     inputs.json            how a record enters the model (confidential)
     report.html            the page for the data's owner (confidential)
     report-public.html     the page that may be shown
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 RUN, LEAKAGE, CHECKPOINTS = "run.json", "leakage.safetensors", "checkpoints"
 REPORT, PUBLIC_REPORT = "report.html", "report-public.html"
-PLAN, MODEL = "plan.json", "model.safetensors"
+PLAN, MODEL, ATTACK = "plan.json", "model.safetensors", "attack.safetensors"
 #: Where the seed of a run is from that was not made up by the operating system.
 CHOSEN_SEED = "--seed: not for a release"
 #: Where the noise of a run is from that Opacus trained.

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jinja2.utils import htmlsafe_json_dumps
@@ -26,6 +26,7 @@ from reconbound._internal.formatting import format_limit, format_percent
 from reconbound.mechanisms.base import read_protection, with_article
 from reconbound.report import charts, headline, text
 from reconbound.report.folder import (
+    ATTACK,
     CHOSEN_SEED,
     PUBLIC_REPORT,
     REPORT,
@@ -41,6 +42,9 @@ from reconbound.report.formats import amount, beyond, chance, clean, guess_error
 from reconbound.report.records import cards, tiles
 from reconbound.report.success import SHOWN
 from reconbound.report.view import NEGLIGIBLE, View
+
+if TYPE_CHECKING:
+    from reconbound.report.attack import Attacked
 
 
 def build(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
@@ -58,7 +62,12 @@ def build(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
     """
     run, leakage = read_audit(folder)
     own, shown = Path(folder) / REPORT, Path(folder) / PUBLIC_REPORT
-    write_whole(own, confidential_page(run, leakage), mode=CONFIDENTIAL)
+    attacked = None
+    if (Path(folder) / ATTACK).exists():
+        from reconbound.report.attack import read_attack  # late: attacks load linear models
+
+        attacked = read_attack(folder, leakage)
+    write_whole(own, confidential_page(run, leakage, attacked), mode=CONFIDENTIAL)
     write_whole(shown, public_page(run), mode=PUBLIC)
     return own, shown
 
@@ -66,16 +75,22 @@ def build(folder: str | os.PathLike[str]) -> tuple[Path, Path]:
 # --- the page for the data's owner -----------------------------------------------------------
 
 
-def confidential_page(run: Run, leakage: Leakage) -> bytes:
+def confidential_page(run: Run, leakage: Leakage, attacked: Attacked | None = None) -> bytes:
     """Builds the page for the data's owner.
 
     Args:
         run: the public facts.
         leakage: the leakage of each record.
+        attacked: what attacks found; None: without their section.
     """
     view = View(run, leakage)
     unbiased = (charts.histogram, charts.by_feature, charts.by_class, charts.growth) if view.unbiased else ()
-    drawn = [make(view) for make in (charts.success, charts.accuracy, *unbiased)]
+    drawn, attack = [make(view) for make in (charts.success, charts.accuracy, *unbiased)], None
+    if attacked is not None:
+        from reconbound.report.attack import attack_section, sandwich_chart
+
+        attack = attack_section(view, attacked)
+        drawn.append(sandwich_chart(view, attacked))
     shown = {chart.id: chart for chart in drawn if chart is not None}
     slider = _slider(view, shown["chart-floors"]) if view.unbiased else None
     context = {
@@ -89,6 +104,7 @@ def confidential_page(run: Run, leakage: Leakage) -> bytes:
         "cards": cards(view) if view.unbiased else None,
         "features": feature_rows(view),
         "success": success_table(view),
+        "attack": attack,
         **_mechanism_context(run, view.noun, view.part, view.unit, view.of_range),
     }
     floors = base64.b64encode(np.sort(view.shown).astype("<f8").tobytes()).decode()
