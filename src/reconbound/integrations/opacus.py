@@ -126,7 +126,7 @@ def watch(optimizer: Any, data_loader: Any, loss_fn: Any, *, measure: Measuring 
 
 
 class _Part(NamedTuple):
-    """What a rank knows of a step: its records, and how the records are divided between the ranks."""
+    """Holds what a rank knows of a step: about its records, and how the records are divided between the ranks."""
 
     records: Tensor
     norms: Tensor
