@@ -24,6 +24,12 @@ def test_page_has_its_scripts() -> None:
     assert [name for name, *_ in SCRIPT.findall(PAGE)] == ["train.py", "with_opacus.py"]
 
 
+def test_ledgers_of_a_loop_of_ones_own_are_joined(capsys) -> None:
+    ((code, printed),) = re.findall(r"^```python\n(.*?)^```$.*?^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    exec(compile(code, "scale.md", "exec"), {"__name__": "guide"})
+    assert capsys.readouterr().out == printed
+
+
 @pytest.mark.parametrize(("name", "script", "command", "printed"), SCRIPT.findall(PAGE), ids=lambda text: text[:12])
 def test_script_runs_on_two_ranks(name: str, script: str, command: str, printed: str, tmp_path) -> None:
     (tmp_path / name).write_text(script)
