@@ -8,6 +8,7 @@ from itertools import product
 import mpmath as mp
 import numpy as np
 import pytest
+from scipy.special import gammaln
 from test_bounds_any import bayes_error, random_releases
 
 from approximate import close
@@ -252,3 +253,30 @@ def test_every_mechanism_has_the_whole_release_as_a_part():
 def test_wrong_values_are_named(call, name):
     with pytest.raises(InputError, match=name):
         call()
+
+
+@pytest.mark.parametrize(
+    ("dim", "floor_of_epsilon", "near"), [(10, 4.740, 1.32), (64, 7.527, 1.04), (784, 7.961, 1.005)]
+)
+def test_a_corner_that_is_released_up_to_some_flips_stays_above_the_floor(dim, floor_of_epsilon, near):
+    """Mechanisms with ε = 3.897: a corner near the record is e^ε times as likely as without it, others less.
+
+    The posterior of a coordinate is known exactly, so its error is that of the best attacker. The best radius shows how
+    much the floor leaves.
+    """
+    flips = np.arange(dim + 1)
+    log_count = gammaln(dim + 1) - gammaln(flips + 1) - gammaln(dim - flips + 1) - dim * math.log(2)
+    count, up, down = np.exp(log_count), math.exp(3.897), math.exp(-3.897)
+    errors = []
+    for radius in range(dim):
+        ball, rest = float(count[: radius + 1].sum()), float(count[radius + 1 :].sum())
+        high = min(up, (1 - down * rest) / ball)
+        low = down if high < up else (1 - high * ball) / rest
+        chances = count * np.where(flips <= radius, high, low)
+        assert chances.sum() == close(1.0, rel=1e-9)
+        assert down * (1 - 1e-9) <= low <= high <= up
+        flipped = float(chances @ flips) / dim
+        errors.append(16 * math.sqrt(flipped * (1 - flipped)))
+    found = floor("rate_distortion", DP(3.897, 1e-5, ADD), dim=dim, high=16.0).rmse
+    assert found == close(floor_of_epsilon, rel=0, abs=1e-3)
+    assert found <= min(errors) <= near * found

@@ -9,15 +9,8 @@ import pytest
 from scipy.stats import norm
 
 from reconbound._internal.checks import InputError
-from reconbound.bounds.trade_off import (
-    ChiSquareTradeOff,
-    DPTradeOff,
-    GaussianTradeOff,
-    Least,
-    ProfileTradeOff,
-    RenyiTradeOff,
-    Worst,
-)
+from reconbound.bounds.renyi_trade_off import ChiSquareTradeOff, RenyiTradeOff
+from reconbound.bounds.trade_off import DPTradeOff, GaussianTradeOff, Least, ProfileTradeOff, Worst
 
 FPRS = np.concatenate([10.0 ** -np.arange(1.0, 11.0), np.linspace(0, 1, 41)])
 EPSILONS = np.concatenate([np.linspace(-8, 8, 65), [-30.0, 30.0]])
@@ -128,12 +121,32 @@ def test_chi_square_is_reached():
     tpr = kappa + math.sqrt(kappa * (1 - kappa) * chi2)
     assert np.isclose((tpr - kappa) ** 2 / kappa + (tpr - kappa) ** 2 / (1 - kappa), chi2)
     assert ChiSquareTradeOff(math.log1p(chi2)).tpr(kappa) == pytest.approx(tpr, rel=1e-12)
-    for epsilon in (0.1, 0.5, 1.5):
+    for epsilon in (0.2, 0.5, 1.5):  # from e^ε = 1 + χ²/2 on one direction decides
         a = 1 - math.exp(epsilon)
         alphas = np.linspace(0, 1, 200001)
         best = np.max(a * alphas + np.sqrt(alphas * (1 - alphas) * chi2))
-        advantage = math.sqrt(chi2 / (4 + chi2))
-        assert ChiSquareTradeOff(math.log1p(chi2)).delta(epsilon) == pytest.approx(min(best, advantage), rel=1e-6)
+        assert ChiSquareTradeOff(math.log1p(chi2)).delta(epsilon) == pytest.approx(best, rel=1e-6)
+
+
+@pytest.mark.parametrize("chi2", [1e-12, 1e-3, 0.3, 5.0, 1e6, 1e300])
+def test_chi_square_is_one_curve(chi2):
+    """δ is the largest tpr − e^ε α, tpr rises and is concave, both are their own mirror images."""
+    curve = ChiSquareTradeOff(math.log1p(chi2))
+    alphas = np.unique(np.concatenate([np.linspace(0, 1, 20001), 10.0 ** np.linspace(-15, 0, 5001)]))
+    rates = curve.tpr(alphas)
+    assert np.all(np.diff(rates) >= 0)
+    assert np.all(rates >= alphas)
+    slopes = np.diff(rates) / np.diff(alphas)
+    assert np.all(np.diff(slopes) <= 1e-6 * slopes[:-1] + 1e-4)
+    epsilons = np.linspace(-8, 8, 161)
+    deltas = curve.delta(epsilons)
+    assert np.all(np.diff(deltas) <= 0)
+    best = np.array([np.max(rates - math.exp(e) * alphas) for e in epsilons])
+    assert np.all(deltas >= best - 1e-15)
+    np.testing.assert_allclose(deltas, best, atol=1e-6, rtol=1e-3)
+    inside = (rates < 1 - 1e-9) & (alphas > 1e-9)
+    if inside.any():
+        np.testing.assert_allclose(curve.tpr(1 - rates[inside]), 1 - alphas[inside], atol=1e-6)
 
 
 @pytest.mark.parametrize("mu", [1e-6, 0.05, 1.0, 3.0, 30.0])
@@ -152,6 +165,15 @@ def test_gaussian_against_mpmath(mu):
             <= exact + 1e-14 * (5 + (epsilon / mu) ** 2 + mu**2) * first + 1e-300
         )
     mpmath.mp.dps = 15
+
+
+def test_curves_from_distributions_are_never_below_a_guess():
+    """Transforms leave sums of chances a little off 1: the rate of 1 was 1 − 1e-12."""
+    curve = ProfileTradeOff([-1.0, 0.0, 1.0], [1 - math.exp(-1.0) - 1e-9, 1e-9, 0.0])
+    assert curve.tpr(1.0) == 1
+    assert curve.delta(-1.0) == 1 - math.exp(-1.0)
+    alphas = np.linspace(0, 1, 101)
+    assert np.all(curve.tpr(alphas) >= alphas)
 
 
 def test_gaussian_gives_the_values_of_dp_accountings_tests():
@@ -295,3 +317,20 @@ def test_renyi_bounds_random_mechanisms(seed):
     curve = RenyiTradeOff(orders, np.max(both, axis=0) / (orders - 1))
     check_upper(curve, p, q)
     check_upper(curve, q, p)
+
+
+@pytest.mark.parametrize("size", [2, 5, 9])
+def test_curve_of_a_group_is_convex(size):
+    """The points that a finite search gives are not convex, and the lowest line was missed: tpr fell by 0.02."""
+    curve = ProfileTradeOff([-2.0, -0.3, 0.0, 0.3, 2.0], [0.87, 0.3, 0.1, 0.05, 1e-6])
+    alphas = np.concatenate([[0.0], 10.0 ** np.linspace(-9, -0.02, 300), [1.0]])
+    group = Worst([curve, curve.mirrored()]).group(size)
+    rates, epsilons = group.tpr(alphas), np.linspace(-9, 9, 361)
+    deltas = group.delta(epsilons)
+    assert np.all(np.diff(rates) >= -1e-15)
+    assert np.all(np.diff(np.diff(rates) / np.diff(alphas)) <= 1e-9 * (rates[1:-1] / alphas[1:-1]))
+    assert np.all(np.diff(deltas) <= 0)
+    assert np.all(np.diff(np.diff(deltas) / np.diff(np.exp(epsilons))) >= -1e-9)
+    lines = np.min(np.exp(epsilons) * alphas[:, None] + deltas, axis=1)
+    assert np.all(rates <= np.minimum(lines, 1.0) * (1 + 1e-9))
+    assert np.all(rates >= curve.tpr(curve.tpr(alphas)) - 1e-9)

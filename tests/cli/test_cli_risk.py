@@ -49,6 +49,14 @@ def test_bound_takes_a_rate_a_chance_and_a_group(answer, run):
     assert "rebuilt, blindly 0.00199%" in out
 
 
+@pytest.mark.parametrize("option", ["--fpr", "--blind-chance"])
+@pytest.mark.parametrize("wrong", [2, -0.1, "nan", "some"])
+def test_wrong_rates_name_their_option(run, option, wrong):
+    status, out, err = run("bound", "--noise-multiplier", 2, *SGD, option, wrong)
+    check_refused(status, out, err)
+    assert option in err
+
+
 def test_only_known_neighbours_have_a_column(answer, run):
     assert list(answer("bound", "--noise-multiplier", 1, *SGD[:-1], "fixed")["risks"]) == [REPLACE]
     assert list(answer("bound", "--epsilon", 1, "--adjacency", ADD)["risks"]) == [ADD, REPLACE]

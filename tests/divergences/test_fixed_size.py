@@ -18,6 +18,7 @@ from reconbound.bounds import overlap_from_losses
 from reconbound.divergences import fixed_size_delta
 from reconbound.divergences.overlap import _overlap_fused
 from reconbound.mechanisms import Composition, SampledGaussian, fixed_size_loss, privacy_loss
+from reconbound.mechanisms.epsilons import fixed_size_epsilon
 
 EPSILONS = np.array([-4.0, -1.0, -0.2, -0.03, 0.0, 0.01, 0.1, 0.5, 1.5, 4.0])
 
@@ -158,7 +159,7 @@ def test_known_overlaps():
 def test_many_steps_are_better_than_by_renyi_orders():
     for m, q, steps in ((1.0, 0.01, 1000), (0.5, 0.01, 1000), (0.2, 0.1, 300), (0.5, 1e-4, 10**6)):
         pld = fixed_size_loss.fixed_size(m, q, steps)
-        better, wang = privacy_loss.epsilon(pld, 1e-5), privacy_loss.fixed_size_epsilon(m, q, steps, 1e-5)
+        better, wang = privacy_loss.epsilon(pld, 1e-5), fixed_size_epsilon(m, q, steps, 1e-5)
         assert better < wang
         mechanism = SampledGaussian(1 / m, q, steps, "hard", "fixed")
         assert mechanism.epsilon_at(1e-5) == better

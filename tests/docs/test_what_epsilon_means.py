@@ -34,5 +34,10 @@ def test_sentence_and_code_of_the_page(tables) -> None:
         success for kappa, success in risks(DP(3.0, 1e-5, "add/remove"), "add/remove").success if kappa == 0.01
     ]
     assert 0 <= stated - 100 * chance < 0.1
+    row = next(line for line in page.partition("<!-- mechanism -->")[2].splitlines() if line.startswith("| 3 |"))
+    in_words = " ".join(page.partition("**In words**")[2].partition("\n\n")[0].split()).replace(" %", "%")
+    wrong, at_one_percent = (row.split(" | ")[i] for i in (3, 5))
+    assert f"with at most {at_one_percent} from it" in in_words
+    assert f"wrong at least {wrong.removeprefix('≥ ')} of the time" in in_words
     (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     exec(compile(code, "what_epsilon_means.md", "exec"), {})

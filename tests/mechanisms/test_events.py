@@ -228,3 +228,18 @@ def test_a_pld_is_accepted_wherever_a_mechanism_is():
     p, q = np.exp(-np.abs(x - 1) / 2), np.exp(-np.abs(x + 1) / 2)
     assert 0 < found["lecam"].value <= 0.25 * np.sum(2 * p * q / (p + q)) / np.sum(p)
     assert floor("lecam", pld, dim=10).value == found["lecam"].value
+
+
+def test_replace_one_by_way_of_the_release_without_the_record():
+    """A mixture is known under add/remove only: replacing is removing and adding. Its advantage was 0.401."""
+    rate, noise, steps = 0.05, 1.0, 10
+    mixture = as_mechanism(Times(dp.dp_event.MixtureOfGaussiansDpEvent(noise, [0.0, 1.0], [1 - rate, rate]), steps))
+    same = as_mechanism(Times(Poisson(rate, G(noise)), steps))
+    assert isinstance(mixture, Event)
+    found, exact = mixture.trade_off(), same.trade_off()
+    epsilons = np.linspace(-3, 6, 91)
+    assert np.all(found.delta(epsilons) >= exact.delta(epsilons) * (1 - 1e-9))
+    assert exact.advantage <= found.advantage <= 0.147
+    assert exact.advantage <= mixture.membership_advantage() <= 0.147
+    assert same.epsilon_at(1e-3) <= mixture.epsilon_at(1e-3) <= 2.5 * same.epsilon_at(1e-3)
+    assert 0.8 < mixture.overlap() <= same.overlap()

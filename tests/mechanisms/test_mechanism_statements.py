@@ -9,6 +9,7 @@ from scipy.stats import norm
 
 from reconbound._internal.checks import InputError
 from reconbound.mechanisms import DP, GDP, ZCDP, Composition, DiscreteGaussian, Laplace, SampledGaussian, as_mechanism
+from reconbound.mechanisms.group import group_of
 from reconbound.mechanisms.guarantee import guarantee
 
 REPLACE, ADD = "replace-one", "add/remove"
@@ -169,3 +170,12 @@ def test_different_mechanisms_are_composed():
     assert whole.order2() == pytest.approx(sum(m.order2() for m in whole.mechanisms))
     assert whole.epsilon_at(1e-5) > max(m.epsilon_at(1e-5) for m in whole.mechanisms)
     assert whole.epsilon_at(1e-5, ADD) < sum(m.epsilon_at(1e-5, ADD) for m in whole.mechanisms)
+
+
+def test_noise_that_is_too_small_tells_everything():
+    """dp-accounting's distribution then has no finite loss: this crashed."""
+    mechanism = DiscreteGaussian(2.3157, 20, 3)
+    assert mechanism.trade_off(REPLACE).tpr(1e-6) == pytest.approx(1.0)
+    assert mechanism.membership_advantage() == pytest.approx(1.0)
+    assert mechanism.overlap() < 1e-60
+    assert group_of(DiscreteGaussian(2.3157, 2, 3), 10).trade_off(REPLACE).advantage == pytest.approx(1.0)

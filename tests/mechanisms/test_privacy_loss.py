@@ -13,6 +13,7 @@ from scipy.special import logsumexp
 from scipy.stats import norm
 
 from reconbound.mechanisms import privacy_loss
+from reconbound.mechanisms.epsilons import fixed_size_epsilon, gaussian_epsilon
 from reconbound.mechanisms.privacy_loss import gaussian_step
 
 pytestmark = pytest.mark.slow
@@ -84,7 +85,7 @@ def test_unsampled_steps_follow_the_exact_gaussian_curve(m, steps):
         pld = privacy_loss.gaussian(m, 1.0, steps, adjacency)
         assert privacy_loss.delta(pld, 0.0) == pytest.approx(2 * norm.cdf(factor * shift / 2) - 1, rel=1e-4)
         for target in (1e-2, 1e-5, 1e-9):
-            exact = privacy_loss.gaussian_epsilon(factor * shift, target)
+            exact = gaussian_epsilon(factor * shift, target)
             assert exact * (1 - 1e-6) <= privacy_loss.epsilon(pld, target) <= exact * (1 + 1e-3) + 1e-6
         kappa = 0.01
         assert privacy_loss.rero(pld, kappa) == pytest.approx(norm.cdf(norm.ppf(kappa) + factor * shift), rel=1e-3)
@@ -93,7 +94,7 @@ def test_unsampled_steps_follow_the_exact_gaussian_curve(m, steps):
 @pytest.mark.parametrize("shift", [1e-6, 1e-2, 1.0, 30.0, 999.0, 1001.0, 1e6])
 @pytest.mark.parametrize("target", [1e-12, 1e-5, 0.3])
 def test_gaussian_epsilon_is_sound_and_tight(shift, target):
-    eps = privacy_loss.gaussian_epsilon(shift, target)
+    eps = gaussian_epsilon(shift, target)
     z = norm.isf(target)
     log_first = norm.logcdf(shift / 2 - eps / shift)
     assert log_first <= math.log(target) + 1e-6 or gaussian_delta(shift, eps) <= target * (1 + 1e-6)
@@ -333,7 +334,7 @@ def test_enormous_and_negligible_losses_have_no_pld():
 @pytest.mark.parametrize(("m", "q", "steps"), [(1.0, 0.01, 1000), (0.2, 0.1, 100), (0.5, 1e-4, 10**6)])
 def test_fixed_size_epsilon_is_at_least_the_convexity_bound(m, q, steps):
     """Wang's bound from orders up to 512; an ideal order-by-order convexity bound is never above it."""
-    found = privacy_loss.fixed_size_epsilon(m, q, steps, 1e-5)
+    found = fixed_size_epsilon(m, q, steps, 1e-5)
 
     def rdp(a):
         """One step with antipodal records: (1−q)P + qN(2m) against P is dominated by mixing both."""
@@ -346,11 +347,11 @@ def test_fixed_size_epsilon_is_at_least_the_convexity_bound(m, q, steps):
         steps * rdp(a) + math.log((a - 1) / a) - (math.log(1e-5) + math.log(a)) / (a - 1) for a in (2, 4, 8, 16, 32, 64)
     )
     assert found >= best * (1 - 1e-6)
-    assert privacy_loss.fixed_size_epsilon(31.0, q, steps, 1e-5) is None
+    assert fixed_size_epsilon(31.0, q, steps, 1e-5) is None
 
 
 def test_fixed_size_epsilon_at_rate_one_is_the_gaussian_one():
     """Without amplification only the conversion from Rényi orders is lost."""
     for m in (0.1, 1.0):
         exact = brentq(lambda e: gaussian_delta(2 * m, e) - 1e-5, 1e-6, 100)  # noqa: B023
-        assert exact <= privacy_loss.fixed_size_epsilon(m, 1.0, 1, 1e-5) <= 1.3 * exact
+        assert exact <= fixed_size_epsilon(m, 1.0, 1, 1e-5) <= 1.3 * exact

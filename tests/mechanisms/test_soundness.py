@@ -272,7 +272,8 @@ def test_add_remove_divergences_are_converted_for_replace_one() -> None:
                 assert eps is not None
                 assert float(np.maximum(p - math.exp(eps) * middle, 0).sum()) <= d * (1 + 1e-9)
                 eps = claimed.epsilon_at(d)
-                assert eps is None or float(np.maximum(p - math.exp(eps) * q, 0).sum()) <= d * (1 + 1e-9)
+                assert eps is not None
+                assert float(np.maximum(p - math.exp(eps) * q, 0).sum()) <= d * (1 + 1e-9)
     assert RenyiDP(1.0, 2.0, "add/remove").order2() == math.inf
     assert floor("theorem1", RenyiDP(1.0, 2.0, "add/remove")).value == 0
 

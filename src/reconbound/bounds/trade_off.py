@@ -22,8 +22,8 @@ import numpy as np
 from scipy.special import log_ndtr, ndtr, ndtri
 
 from reconbound._internal.checks import InputError, number, numbers, whole
-from reconbound.bounds.bound import divergence, from_log, log_expm1
-from reconbound.bounds.success import chances, rero_from_gdp, rero_from_order2, unwrap
+from reconbound.bounds.bound import divergence
+from reconbound.bounds.success import chances, rero_from_gdp, unwrap
 
 #: Error rates below this are not looked at for the μ of Gaussian differential privacy.
 LEAST_RATE = 1e-6
@@ -217,68 +217,6 @@ class DPTradeOff(TradeOff):
         return unwrap(np.clip(np.where(at <= -eps, flat, np.where(at >= eps, d, steep)), 0.0, 1.0))
 
 
-@dataclass(frozen=True)
-class ChiSquareTradeOff(TradeOff):
-    """A curve from the order-2 Rényi divergence ε₂ in both directions: χ² ≤ e^{ε₂} − 1.
-
-    tpr(α) ≤ α + √(χ² α(1 − α)) and δ(ε) ≤ (a + √(a² + χ²))/2 with a = 1 − e^ε, by the inequality of Cauchy and Schwarz
-    """
-
-    order2: float
-
-    def __post_init__(self) -> None:
-        divergence("order2", self.order2)
-
-    def tpr(self, fpr: Any) -> Any:
-        return rero_from_order2(fpr, self.order2)
-
-    def delta(self, epsilon: Any) -> Any:
-        eps = numbers("epsilon", epsilon)
-        if self.order2 == math.inf:
-            return unwrap(np.ones_like(eps))
-        square = from_log(log_expm1(self.order2)) if self.order2 > 0 else 0.0
-        size = np.abs(eps)
-        slope = np.exp(np.minimum(size, 700.0)) - 1.0
-        root = np.hypot(slope, math.sqrt(square))
-        found = np.divide(square, 2.0 * (root + slope), out=np.zeros_like(root), where=root + slope > 0)
-        # one test's advantage is √(χ²/(4 + χ²)) at most, and δ falls with ε
-        found = np.minimum(found, math.sqrt(square / (4.0 + square)))
-        return unwrap(np.clip(np.where(eps >= 0, found, -np.expm1(-size) + np.exp(-size) * found), 0.0, 1.0))
-
-
-@dataclass(frozen=True, eq=False)
-class RenyiTradeOff(TradeOff):
-    """A curve from Rényi divergences D_α of orders above 1, in both directions.
-
-    tpr(x) ≤ (x e^{D_α})^{1 − 1/α} by Hölder's inequality, and
-    δ(ε) ≤ e^{(α−1)(D_α − ε)} (1 − 1/α)^α/(α − 1) (Canonne, Kamath and Steinke)
-
-    Attributes:
-        orders: α, each above 1.
-        divergences: D_α, upper bounds, in nats.
-    """
-
-    orders: np.ndarray
-    divergences: np.ndarray
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "orders", numbers("orders", self.orders, above=1.0).ravel())
-        object.__setattr__(self, "divergences", numbers("divergences", self.divergences, at_least=0.0).ravel())
-
-    def tpr(self, fpr: Any) -> Any:
-        a = chances("fpr", fpr)
-        with np.errstate(divide="ignore"):
-            power = (np.log(a)[..., None] + self.divergences) * (1 - 1 / self.orders)
-        return unwrap(np.exp(np.minimum(power.min(axis=-1) + 1e-12, 0.0)))
-
-    def delta(self, epsilon: Any) -> Any:
-        eps, a = numbers("epsilon", epsilon), self.orders
-        size = np.abs(eps)
-        log_delta = (a - 1) * (self.divergences - size[..., None]) + a * np.log1p(-1 / a) - np.log(a - 1)
-        found = np.exp(np.minimum(log_delta.min(axis=-1) + 1e-12, 0.0))
-        return unwrap(np.where(eps >= 0, found, -np.expm1(-size) + np.exp(-size) * found))  # the other direction
-
-
 @dataclass(frozen=True, eq=False)
 class ProfileTradeOff(TradeOff):
     """A curve from points of the privacy profile δ(ε), in one direction.
@@ -330,7 +268,7 @@ class ProfileTradeOff(TradeOff):
         near = len(self._log_corners) - np.searchsorted(self._log_corners, log_a, side="right")
         lines = np.clip(np.asarray(near)[..., None] + np.arange(-2, 3), 0, len(self.epsilons) - 1)
         values = np.exp(np.minimum(log_a[..., None] + self.epsilons[lines], 1.0)) + self.deltas[lines]
-        return unwrap(np.minimum(values.min(axis=-1), 1.0))
+        return unwrap(np.maximum(np.minimum(values.min(axis=-1), 1.0), a))
 
     def delta(self, epsilon: Any) -> Any:
         eps = numbers("epsilon", epsilon)
@@ -345,7 +283,7 @@ class ProfileTradeOff(TradeOff):
         chord = self.deltas[low] + share * (self.deltas[high] - self.deltas[low])
         below = 1.0 - np.exp(np.minimum(eps - self.epsilons[0], 0.0)) * (1.0 - self.deltas[0])  # chord from e^ε = 0
         found = np.where(right == 0, below, np.where(right > last, self.deltas[-1], chord))
-        return unwrap(np.clip(found, 0.0, 1.0))
+        return unwrap(np.clip(found, -np.expm1(np.minimum(eps, 0.0)), 1.0))  # no test says more than a guess
 
 
 @dataclass(frozen=True)
@@ -414,8 +352,23 @@ def _chain(first: TradeOff, second: TradeOff) -> TradeOff:
     rest = np.arange(total[0] - own[-1], total[-1] - own[0] + 1)
     deltas_1, deltas_2 = np.asarray(first.delta(own * grid)), np.asarray(second.delta(rest * grid))
     grown = np.exp(own * grid)
-    deltas = [np.min(deltas_1 + grown * deltas_2[j - own - rest[0]]) for j in total]
-    return ProfileTradeOff(total * grid, np.minimum(deltas, 1.0))
+    deltas = np.array([np.min(deltas_1 + grown * deltas_2[j - own - rest[0]]) for j in total])
+    return ProfileTradeOff(*_convex(total * grid, np.minimum(np.minimum.accumulate(deltas), 1.0)))
+
+
+def _convex(epsilons: np.ndarray, deltas: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the points that lie on no chord of others: δ is convex in e^ε, so the rest says nothing.
+
+    Without this the search for the lowest line could miss it.
+    """
+    while True:
+        left, right = epsilons[:-2], epsilons[2:]
+        share = np.exp(epsilons[1:-1] - right) * np.expm1(left - epsilons[1:-1]) / np.expm1(left - right)
+        keep = deltas[1:-1] < deltas[:-2] + share * (deltas[2:] - deltas[:-2])
+        if keep.all():
+            return epsilons, deltas
+        keep = np.concatenate([[True], keep, [True]])
+        epsilons, deltas = epsilons[keep], deltas[keep]
 
 
 def _reach(curve: TradeOff) -> float:

@@ -163,8 +163,8 @@ def lecam_unbiased(overlap: float, *, widths: Any = 1.0, dim: int | None = None,
     """
     share, space = number("overlap", overlap, at_least=0.0, at_most=1.0), box(widths, dim)
     eps = divergence("order2", order2)
-    sure = max(min(share, _LARGEST_OVERLAP) - _OVERLAP_ERROR, 0.0)
-    log_odds = math.log(sure) - math.log1p(-sure) if sure > 0 else -math.inf  # (1 − LC)/LC
+    known = min(share, _LARGEST_OVERLAP)
+    log_odds = math.log(known) - math.log(1 - known + _OVERLAP_ERROR) if known > 0 else -math.inf  # (1 − LC)/LC
     value = from_log(math.log(space.guess) + max(log_odds, math.log(2) - log_expm1(eps)))
     assumes = ("on average over the corners of the box", "the attacker is unbiased at all corners of the box")
     return Bound("lecam_unbiased", value, "Le Cam, unbiased", "unbiased", REPLACE_ONE, assumes=assumes,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from reconbound._internal.checks import InputError
+from reconbound._internal.checks import InputError, number
 from reconbound._internal.files import write_whole
 from reconbound._internal.formatting import format_floor, format_limit, format_percent
 from reconbound.cli.options import Options, count, print_table, ratio
@@ -40,6 +40,9 @@ def find_risks(mechanism: Mechanism, asked: Mapping[str, Any]) -> dict[str, Risk
         mechanism: the mechanism, for a group where one was asked for.
         asked: the options of RISK that were given.
     """
+    for name in ("fpr", "blind_chance"):
+        if name in asked:
+            number(name, asked[name], at_least=0.0, at_most=1.0)
     fprs = (*FPRS, asked["fpr"]) if "fpr" in asked else FPRS
     baselines = (*BASELINES, asked["blind_chance"]) if "blind_chance" in asked else BASELINES
     found = {}

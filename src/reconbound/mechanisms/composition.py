@@ -18,7 +18,7 @@ import numpy as np
 from reconbound._internal.checks import InputError, choice, numbers, whole
 from reconbound.bounds.bound import log1m
 from reconbound.bounds.parts import Parts
-from reconbound.bounds.trade_off import TradeOff
+from reconbound.bounds.trade_off import Least, TradeOff
 from reconbound.mechanisms import privacy_loss
 from reconbound.mechanisms.base import ADD_OR_ZERO, ADD_REMOVE, ADJACENCIES, REPLACE_ONE, Mechanism
 from reconbound.mechanisms.releases import MOST_DIFFERENT, GaussianRelease, Release, composed_pld, counted
@@ -58,13 +58,30 @@ class Composed(Mechanism):
                 return (*super().parts(), privacy_loss.parts(pld, neighbours))
         return super().parts()
 
+    @cached_property
+    def _by_absence(self) -> TradeOff | None:
+        """Returns the curve under replace-one by way of the release without the record, where only that is known."""
+        pld = None if self._pld(REPLACE_ONE) is not None else self._pld(ADD_REMOVE)
+        return None if pld is None else privacy_loss.trade_off(pld).group(2)
+
     def overlap(self) -> float:
-        pld, simple = self._pld(REPLACE_ONE), max(super().overlap(), self.never_drawn)
-        return simple if pld is None else max(simple, privacy_loss.overlap(pld))
+        simple, pld, absent = max(super().overlap(), self.never_drawn), self._pld(REPLACE_ONE), self._pld(ADD_REMOVE)
+        if pld is not None:
+            return max(simple, privacy_loss.overlap(pld))
+        # √LC is a metric: docs/theory/divergences.md 4.6
+        return simple if absent is None else max(simple, 1 - 4 * (1 - privacy_loss.overlap(absent)))
+
+    def trade_off(self, adjacency: str = REPLACE_ONE) -> TradeOff | None:
+        found = super().trade_off(adjacency)
+        if adjacency != REPLACE_ONE or found is None or self._by_absence is None:
+            return found
+        return Least([found, self._by_absence])
 
     def epsilon_at(self, delta: float, adjacency: str = REPLACE_ONE) -> float | None:
         simple, pld = super().epsilon_at(delta, adjacency), self._pld(adjacency)
         better = None if pld is None else privacy_loss.epsilon(pld, delta)
+        if adjacency == REPLACE_ONE and self._by_absence is not None:
+            better = self._by_absence.epsilon(delta)
         return min((e for e in (simple, better) if e is not None), default=None)
 
     @property
@@ -78,8 +95,10 @@ class Composed(Mechanism):
 
     def membership_advantage(self) -> float:
         simple = min(super().membership_advantage(), -math.expm1(self._log_never))  # any_attacker.md 6.5
-        pld = self._pld(REPLACE_ONE)
-        return simple if pld is None else min(simple, privacy_loss.delta(pld, 0.0))
+        pld, absent = self._pld(REPLACE_ONE), self._by_absence
+        if pld is not None:
+            return min(simple, privacy_loss.delta(pld, 0.0))
+        return simple if absent is None else min(simple, absent.advantage)
 
     def rero(self, kappa: Any) -> Any:
         drawn = numbers("kappa", kappa) - math.expm1(self._log_never)

@@ -17,8 +17,8 @@ from reconbound._internal.checks import InputError, choice, flag, number, whole
 from reconbound.bounds import rero_from_gdp
 from reconbound.bounds.parts import Parts, parts_gaussian
 from reconbound.bounds.trade_off import GaussianTradeOff, TradeOff
-from reconbound.mechanisms import privacy_loss
 from reconbound.mechanisms.base import ADD_OR_ZERO, ADJACENCIES, REPLACE_ONE, Mechanism
+from reconbound.mechanisms.epsilons import gaussian_epsilon
 
 LOSSES = ("logistic", "softmax", "squared")
 
@@ -192,7 +192,7 @@ class OutputPerturbation(Mechanism):
     def epsilon_at(self, delta: float, adjacency: str = REPLACE_ONE) -> float | None:
         number("delta", delta, above=0.0, below=1.0)
         replaced = choice("adjacency", adjacency, ADJACENCIES) == REPLACE_ONE
-        return privacy_loss.gaussian_epsilon(self.replace_one_shift if replaced else self.m, delta)
+        return gaussian_epsilon(self.replace_one_shift if replaced else self.m, delta)
 
     def membership_advantage(self) -> float:
         return math.erf(self.replace_one_shift / math.sqrt(8))

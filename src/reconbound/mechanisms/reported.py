@@ -14,7 +14,8 @@ from reconbound._internal.checks import choice, number, whole
 from reconbound._internal.formatting import format_limit
 from reconbound.bounds.bound import from_log
 from reconbound.bounds.parts import Parts, parts_from_dp
-from reconbound.bounds.trade_off import ChiSquareTradeOff, DPTradeOff, Least, TradeOff
+from reconbound.bounds.renyi_trade_off import ChiSquareTradeOff
+from reconbound.bounds.trade_off import DPTradeOff, Least, TradeOff
 from reconbound.mechanisms import base
 from reconbound.mechanisms.base import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, Mechanism
 
@@ -208,7 +209,11 @@ class RenyiDP(_Reported):
 
     def epsilon_at(self, delta: float, adjacency: str = REPLACE_ONE) -> float | None:
         if choice("adjacency", adjacency, ADJACENCIES) == REPLACE_ONE:
-            return super().epsilon_at(delta, adjacency)
+            found = super().epsilon_at(delta, adjacency)
+            if found is not None:
+                return found
+            curve = self.trade_off(REPLACE_ONE)  # order 2 is unknown: by way of the release without the record
+            return None if curve is None else curve.epsilon(delta)
         return None if self.neighbours == REPLACE_ONE else base.epsilon_from_order2(self._own_order2, delta)
 
     def membership_advantage(self) -> float:

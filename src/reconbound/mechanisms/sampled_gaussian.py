@@ -16,6 +16,7 @@ from reconbound.bounds.parts import Parts, parts_by_draws, parts_gaussian
 from reconbound.bounds.trade_off import GaussianTradeOff, TradeOff
 from reconbound.mechanisms import fixed_size_loss, privacy_loss
 from reconbound.mechanisms.base import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT, Mechanism
+from reconbound.mechanisms.epsilons import fixed_size_epsilon
 from reconbound.mechanisms.releases import FixedRelease, GaussianRelease, Release
 
 
@@ -219,7 +220,7 @@ class SampledGaussian(Mechanism):
         pld = self._pld(adjacency)
         better = None if pld is None else privacy_loss.epsilon(pld, delta)
         if better is None and self.sampler == "fixed":
-            better = privacy_loss.fixed_size_epsilon(self.m, self.sample_rate, self.steps, delta)
+            better = fixed_size_epsilon(self.m, self.sample_rate, self.steps, delta)
         return min((e for e in (simple, better) if e is not None), default=None)
 
     def membership_advantage(self) -> float:

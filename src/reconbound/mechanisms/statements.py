@@ -12,17 +12,11 @@ from reconbound import bounds
 from reconbound import divergences as renyi
 from reconbound._internal.checks import choice, number, whole
 from reconbound.bounds.parts import Parts, parts_gaussian
+from reconbound.bounds.renyi_trade_off import ChiSquareTradeOff, RenyiTradeOff
 from reconbound.bounds.success import chances, unwrap
-from reconbound.bounds.trade_off import (
-    ChiSquareTradeOff,
-    DPTradeOff,
-    GaussianTradeOff,
-    Least,
-    RenyiTradeOff,
-    TradeOff,
-)
-from reconbound.mechanisms import privacy_loss
+from reconbound.bounds.trade_off import DPTradeOff, GaussianTradeOff, Least, TradeOff
 from reconbound.mechanisms.base import ADJACENCIES, REPLACE_ONE, advantage_from_order2
+from reconbound.mechanisms.epsilons import gaussian_epsilon
 from reconbound.mechanisms.reported import ASSUMED, _Reported
 
 _ORDERS = 1 + np.geomspace(1e-4, 1e7, 2201)  # every order gives a bound; between two of them little is lost
@@ -88,7 +82,7 @@ class GDP(_Reported):
         if not own and adjacency != REPLACE_ONE:
             return None
         mu = self.mu if own else self._replace_mu
-        return privacy_loss.gaussian_epsilon(mu, delta) if mu > 1e-12 else 0.0 if mu == 0 else 1e-12
+        return gaussian_epsilon(mu, delta) if mu > 1e-12 else 0.0 if mu == 0 else 1e-12
 
     def membership_advantage(self) -> float:
         return bounds.membership_from_gdp(self._replace_mu)
