@@ -218,7 +218,7 @@ def cases(folder: Path) -> Iterator[Case]:
     more = ("optimizer", "schedule", "initialise", "evaluate", "checkpoint", "private")
     sgd |= {**dict.fromkeys(more, lambda: None), "diagonal": lambda: "none", "spectral": lambda: False}
     sgd |= {"worlds": lambda: {"all": rb.Replacement(0.5)}}
-    sgd |= _only(feature_scale=1.0, every=1, evaluate_every=1, callbacks=(), whole_at=(), check=False)
+    sgd |= _only(feature_scale=1.0, every=1, evaluate_every=1, callbacks=(), whole_at=(), check=False, shards=1)
     yield Case("PrivateSGD", rb.PrivateSGD, sgd, _trained)
     first = {name: sgd[name] for name in ("model", "loss_fn", "inputs", "targets", "settings", "private")}
     yield Case("PrivateSGD, checked", rb.PrivateSGD, first, _trained)

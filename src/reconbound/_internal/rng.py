@@ -69,19 +69,27 @@ def derive(seed: int, purpose: str, step: int = 0, context: bytes = b"") -> int:
     return int.from_bytes(hmac.digest(key, b"reconbound" + fields, "sha256"), "little")
 
 
-def numbers_of(seed: int, purpose: str, step: int) -> np.random.Generator:
+def numbers_of(seed: int, purpose: str, step: int, skip: int = 0) -> np.random.Generator:
     """Returns NumPy's generator of a purpose and step (Philox, 128-bit key).
+
+    Philox is a function of a key and a counter, each value of which gives four numbers: any place of the stream can be
+    reached without drawing those before it.
 
     Args:
         seed: the key.
         purpose: the name of the stream.
         step: the number of the step.
+        skip: numbers of 64 bits at the beginning of the stream that are left out.
 
-    >>> a, b = (float(numbers_of(7, "batch", 3).random()) for _ in range(2))
-    >>> a == b
+    >>> whole, rest = numbers_of(7, "batch", 3), numbers_of(7, "batch", 3, skip=5)
+    >>> whole.random(8)[5:].tolist() == rest.random(3).tolist()
     True
     """
-    return np.random.Generator(np.random.Philox(key=derive(seed, purpose, step) % 2**128))
+    bits = np.random.Philox(key=derive(seed, purpose, step) % 2**128)
+    if skip:
+        bits.advance(skip // 4)
+        bits.random_raw(skip % 4)
+    return np.random.Generator(bits)
 
 
 def torch_stream(seed: int, purpose: str, step: int, device: torch.device | str = "cpu") -> torch.Generator:

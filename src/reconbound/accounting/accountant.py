@@ -37,6 +37,7 @@ from reconbound.accounting.confidence import (
 )
 from reconbound.accounting.divergence_ledger import DivergenceLedger
 from reconbound.accounting.feature_ledger import Chosen, Diagonal, FeatureLedger
+from reconbound.accounting.joining import add_records, check_joinable
 from reconbound.accounting.record_ledger import RecordLedger
 from reconbound.accounting.spec import Account, checked_counts, checked_device, checked_scale
 from reconbound.accounting.storage import load_ledger, opened_ledger, save_ledger
@@ -283,6 +284,39 @@ class FisherAccountant:
             with opened_ledger(type(self), other) as stored:
                 self.merge(stored)
             return
+        self._check_alike(other)
+        self._fingerprints.check_apart(other._fingerprints)
+        if other.runs == 0:
+            return
+        self._keep_statements(other)
+        self.traces.merge(other.traces)
+        self.features.merge(other.features)
+        self.divergences.merge(other.divergences)
+        self._fingerprints.finished.extend(other.fingerprints)
+
+    def join(self, other: FisherAccountant) -> None:
+        """Adds what the ledger of another rank has measured of other records in the run under way.
+
+        For a training on several ranks, each with a ledger of its own: join them before `finish_run`. Ledgers of
+        different runs are joined by `merge`.
+
+        Args:
+            other: the ledger of another rank, with the same fingerprint of the run (`begin_run`). It is not changed.
+
+        Guarantee: the ledger is then that of one process with all measurements, to rounding. A record that both have
+        measured in this run is refused, so that nothing counts twice.
+        """
+        self._check_alike(other)
+        check_joinable(self, other)
+        add_records(self, other)
+        self._keep_statements(other)
+
+    def _keep_statements(self, other: FisherAccountant) -> None:
+        self.caveats = tuple(dict.fromkeys((*self.caveats, *other.caveats)))
+        self.needs_range = self.needs_range or other.needs_range
+
+    def _check_alike(self, other: Any) -> None:
+        """Refuses a ledger of another account, or with other parts."""
         if not isinstance(other, FisherAccountant):
             raise InputError("other", "must be a FisherAccountant", other)
         if other is self:
@@ -293,15 +327,6 @@ class FisherAccountant:
             raise InputError("other", "must be a ledger of the same account, with the same parts", other.account)
         if not torch.equal(self.feature_scale, other.feature_scale):
             raise InputError("other", "must have the same feature_scale", other.feature_scale)
-        self._fingerprints.check_apart(other._fingerprints)
-        if other.runs == 0:
-            return
-        self.caveats = tuple(dict.fromkeys((*self.caveats, *other.caveats)))
-        self.needs_range = self.needs_range or other.needs_range
-        self.traces.merge(other.traces)
-        self.features.merge(other.features)
-        self.divergences.merge(other.divergences)
-        self._fingerprints.finished.extend(other.fingerprints)
 
     # --- reading ---------------------------------------------------------------------
 

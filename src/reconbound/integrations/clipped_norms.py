@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping, DPPerLayerOptimizer
+from opacus.optimizers import (
+    DistributedDPOptimizer,
+    DistributedDPOptimizerFastGradientClipping,
+    DPOptimizer,
+    DPOptimizerFastGradientClipping,
+    DPPerLayerOptimizer,
+    SimpleDistributedPerLayerOptimizer,
+)
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -140,11 +147,15 @@ def clip_norm(clips: Any) -> float:
 _REFUSED: dict[str, str] = {
     "AdaClipDPOptimizer": "adaptive clipping divides the noisy count by the true size of the batch, which no noise "
     "covers: the clip norm tells it",
-    "DistributedDPOptimizer": "training on several processes",
-    "SimpleDistributedPerLayerOptimizer": "training on several processes",
-    "DistributedDPOptimizerFastGradientClipping": "training on several processes",
-    "FSDPOptimizerFastGradientClipping": "training on several processes",
+    "FSDPOptimizerFastGradientClipping": "each rank draws the noise of its own piece of the parameters: two ranks with "
+    "the same seed give two pieces the same noise, and no rank sees the whole of what is released",
 }
+#: Those that train on several ranks of torch.distributed: each clips its own records, and rank 0 adds the noise.
+DISTRIBUTED = (
+    DistributedDPOptimizer,
+    DistributedDPOptimizerFastGradientClipping,
+    SimpleDistributedPerLayerOptimizer,
+)
 
 
 def check_optimizer(optimizer: Any, criterion: Any) -> None:
@@ -159,7 +170,7 @@ def check_optimizer(optimizer: Any, criterion: Any) -> None:
         raise InputError("optimizer", "must be the optimizer that make_private returned", f"a {kind}")
     if kind in _REFUSED:
         raise InputError("optimizer", f"cannot be accounted for ({_REFUSED[kind]})", kind)
-    if type(optimizer) not in (DPOptimizer, DPPerLayerOptimizer, DPOptimizerFastGradientClipping):
+    if type(optimizer) not in (DPOptimizer, DPPerLayerOptimizer, DPOptimizerFastGradientClipping, *DISTRIBUTED):
         raise InputError("optimizer", "must be of Opacus's own class: another may clip otherwise", kind)
     if not {"clip_and_accumulate", "accumulate", "add_noise"}.isdisjoint(vars(optimizer)):
         raise InputError("optimizer", "must not be watched already: finish the first ledger", "a watched optimizer")

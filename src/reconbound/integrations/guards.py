@@ -71,8 +71,11 @@ class NoiseStates:
                 "would be that of an earlier one, and the difference of the two shows gradients without noise"
             )
             raise InputError("seed", why, "a state of the generator that was used before")
-        self._seen[digest] = None
         return digest
+
+    def keep(self, digest: str) -> None:
+        """Keeps the state of a step that is taken, of this rank's generator or of that of the rank that adds noise."""
+        self._seen[digest] = None
 
     def tensor(self) -> Tensor:
         """Returns the digests as bytes, (steps, 16)."""

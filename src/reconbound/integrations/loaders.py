@@ -5,22 +5,28 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from opacus.utils.batch_memory_manager import BatchSplittingSampler
-from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from reconbound._internal.checks import InputError
+from reconbound._internal.files import json_digest
 from reconbound._internal.rng import random_states_kept
+from reconbound.training.ranks import Ranks
 
 #: Records with which a collate function is tried.
 _TRIED = 32
 _GRID = 2.0**24  # of torch's float32 random numbers
+
+
+PoissonSampler: TypeAlias = Any  # of Opacus: one of one process, or of a rank
 
 
 class DrawnBatches:
@@ -32,33 +38,34 @@ class DrawnBatches:
         ahead: whether batches are drawn before they are asked for, as for worker processes.
 
     Attributes:
+        iteration: the number of the present one, from 1.
         refused: why it is not known which records the steps had; empty while it is.
     """
 
-    def __init__(self, sampler: UniformWithReplacementSampler, half_done: Callable[[], bool], *, ahead: bool) -> None:
+    def __init__(self, sampler: PoissonSampler, half_done: Callable[[], bool], *, ahead: bool) -> None:
         self._sampler, self._half_done, self._ahead = sampler, half_done, ahead
         self._drawn_with = (sampler.sample_rate, sampler.num_samples)
         self._waiting: deque[list[int]] = deque()
-        self._iteration = self._taken = 0
+        self.iteration = self._taken = 0
         self._over = False
         self.refused = ""
 
-    def recorded(self, drawn: Iterator[list[int]]) -> Iterator[list[int]]:
+    def recorded(self, drawn: Iterator[Any]) -> Iterator[Any]:
         """Yields the batches of a new iteration and remembers them; what earlier iterations left is forgotten."""
         self.check_complete()
         if self._half_done():
             why = "must be left between two steps, not in the middle of a batch of BatchMemoryManager: its first part "
             raise InputError("data_loader", f"{why}would be added to the next step", "a new iteration")
-        self._iteration, self._taken, self._over = self._iteration + 1, 0, False
-        mine = self._iteration
+        self.iteration, self._taken, self._over = self.iteration + 1, 0, False
+        mine = self.iteration
         self._waiting.clear()
         for indices in drawn:
             if (self._sampler.sample_rate, self._sampler.num_samples) != self._drawn_with:
                 why = "must draw with the same rate from the same records all the time"
                 raise InputError("data_loader", why, f"the rate {self._sampler.sample_rate:g}")
-            self._waiting.append(indices)
+            self._waiting.append(torch.as_tensor(indices).tolist())
             yield indices
-            if mine != self._iteration:
+            if mine != self.iteration:
                 why = "must be iterated over once at a time: another iteration began inside this one, so that the "
                 raise self._refusal(f"{why}records of its steps are not known", "two iterations")
         self._over = True
@@ -98,28 +105,83 @@ class RecordedSampler(UniformWithReplacementSampler):  # type: ignore[misc]
     """Opacus's Poisson sampler, drawing as before, whose batches are remembered."""
 
     batches: DrawnBatches
+    ranks: Ranks
 
     def __iter__(self) -> Iterator[list[int]]:
         return self.batches.recorded(super().__iter__())
 
 
-def record_batches(sampler: UniformWithReplacementSampler, batches: DrawnBatches) -> None:
+class _Draws(TorchFunctionMode):
+    """Counts the calls of torch.rand in a block."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.rand
+        return func(*args, **(kwargs or {}))
+
+
+class RecordedShareSampler(DistributedUniformWithReplacementSampler):  # type: ignore[misc]
+    """Opacus's Poisson sampler of a rank's own records, drawing as before, whose batches are remembered."""
+
+    batches: DrawnBatches
+    ranks: Ranks
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.batches.recorded(self._without_skips())
+
+    def _without_skips(self) -> Iterator[Tensor]:
+        """Yields what Opacus draws; refuses a batch that it skips because it is empty on this rank."""
+        inner = super().__iter__()
+        while True:
+            with _Draws() as seen:
+                batch = next(inner, None)
+            if seen.count != (batch is not None):
+                self.ranks.gather(_refuse_skip)
+            if batch is None:
+                return
+            yield batch
+
+    @property
+    def division(self) -> list[Any]:
+        """Returns what decides which records are this rank's."""
+        return [self.epoch, bool(self.shuffle), self.shuffle_seed, self.num_replicas, self.batches.iteration]
+
+
+def _refuse_skip() -> None:
+    why = "must not draw an empty batch on any rank: Opacus skips it there, and the ranks' steps are then no longer of "
+    raise InputError("data_loader", f"{why}the same draw. Take a larger batch_size or fewer ranks", "an empty batch")
+
+
+_RECORDED: dict[type, type] = {
+    UniformWithReplacementSampler: RecordedSampler,
+    DistributedUniformWithReplacementSampler: RecordedShareSampler,
+}
+
+
+def record_batches(sampler: PoissonSampler, batches: DrawnBatches, ranks: Ranks) -> None:
     """Makes a sampler remember its batches, wherever it is in use; `forget_batches` undoes it."""
-    sampler.__class__, sampler.batches = RecordedSampler, batches
+    sampler.__class__, sampler.batches, sampler.ranks = _RECORDED[type(sampler)], batches, ranks
 
 
-def forget_batches(sampler: UniformWithReplacementSampler) -> None:
+def forget_batches(sampler: PoissonSampler) -> None:
     """Makes a sampler what it was before `record_batches`."""
-    if isinstance(sampler, RecordedSampler):
-        del sampler.batches
-        sampler.__class__ = UniformWithReplacementSampler
+    if isinstance(sampler, RecordedSampler | RecordedShareSampler):
+        del sampler.batches, sampler.ranks
+        sampler.__class__ = next(plain for plain, recorded in _RECORDED.items() if type(sampler) is recorded)
 
 
-def poisson_sampler(loader: Any) -> UniformWithReplacementSampler:
+def records_drawn_from(sampler: PoissonSampler) -> int:
+    """Returns the number of records of a sampler's data set, those of all ranks."""
+    return int(getattr(sampler, "total_size", sampler.num_samples))
+
+
+def poisson_sampler(loader: Any, ranks: Ranks | None) -> PoissonSampler:
     """Returns the Poisson sampler of a loader; refuses one that draws other batches, with the reason.
 
     Args:
         loader: what make_private returned, or BatchMemoryManager's loader around it.
+        ranks: of the training; None for one that is not distributed.
     """
     if not isinstance(loader, DataLoader):
         why = "must be the loader that make_private returned"
@@ -131,15 +193,22 @@ def poisson_sampler(loader: Any) -> UniformWithReplacementSampler:
     records = len(loader.dataset)  # type: ignore[arg-type]
     if isinstance(sampler, BatchSplittingSampler):
         sampler = sampler.sampler
-    if isinstance(sampler, RecordedSampler):
+    if isinstance(sampler, RecordedSampler | RecordedShareSampler):
         raise InputError("data_loader", "must not be watched already: finish the first ledger", "a watched loader")
-    if type(sampler) is not UniformWithReplacementSampler:
+    if type(sampler) not in _RECORDED:
         drawn = type(sampler.sampler).__name__ if isinstance(sampler, BatchSampler) else type(sampler).__name__
-        why = "must draw Poisson batches in one process, as that which make_private(poisson_sampling=True) returns"
+        why = "must draw Poisson batches as that which make_private(poisson_sampling=True) returns"
         raise InputError("data_loader", f"{why}: nothing is proved of records left out of other batches", drawn)
-    if sampler.num_samples != records:
+    shared = isinstance(sampler, DistributedUniformWithReplacementSampler)
+    if shared != (ranks is not None):
+        why = "must be of the same call of make_private as the optimizer: it draws the records of "
+        raise InputError("data_loader", why + ("one rank" if shared else "all ranks on each"), type(sampler).__name__)
+    if ranks is not None and (sampler.rank, sampler.num_replicas) != (ranks.rank, ranks.size):
+        why = f"must draw the records of rank {ranks.rank} of {ranks.size}"
+        raise InputError("data_loader", why, (sampler.rank, sampler.num_replicas))
+    if records_drawn_from(sampler) != records:
         why = f"must draw from its whole data set, of {records} records"
-        raise InputError("data_loader", why, f"a sampler of {sampler.num_samples}")
+        raise InputError("data_loader", why, f"a sampler of {records_drawn_from(sampler)}")
     if getattr(loader.collate_fn, "rand_on_empty", False):
         why = "must leave empty batches empty (rand_on_empty=False): a made-up record moves the sum by up to C as well"
         raise InputError("data_loader", why, "rand_on_empty=True")
@@ -148,7 +217,22 @@ def poisson_sampler(loader: Any) -> UniformWithReplacementSampler:
     return sampler
 
 
-def drawn_rate(sampler: UniformWithReplacementSampler) -> float:
+def check_generators(sampler: PoissonSampler, ranks: Ranks) -> None:
+    """Refuses ranks whose samplers draw the same random numbers: their records would be drawn together.
+
+    Args:
+        sampler: of this rank.
+        ranks: of the training.
+    """
+    generator = torch.default_generator if sampler.generator is None else sampler.generator
+    seeds = ranks.gather(lambda: json_digest(generator.initial_seed()))
+    if len({*seeds}) < len(seeds):
+        same = [rank for rank, seed in enumerate(seeds) if seeds.count(seed) > 1]
+        why = "must draw from another seed on each rank, as torch.manual_seed(seed + rank) gives: otherwise records of "
+        raise InputError("data_loader", f"{why}two ranks take part together, not independently", f"one on ranks {same}")
+
+
+def drawn_rate(sampler: PoissonSampler) -> float:
     """Returns the chance with which a sampler draws a record, at least its sample rate.
 
     Opacus compares torch's random numbers, multiples of 2⁻²⁴ in float32, with the rate in float32:

@@ -9,23 +9,25 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
+from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from reconbound._internal.checks import InputError, flag, function, number, rounded_up
 from reconbound._internal.opacus_hooks import without_hooks
 from reconbound._internal.rng import derive, new_seed, random_states_kept, torch_stream
-from reconbound.accounting.accountant import FisherAccountant
 from reconbound.fisher.worlds import World, check_worlds
+from reconbound.training.ranks import Ranks
 from reconbound.training.sampling import Poisson, make_plan
 from reconbound.training.settings import Settings
-from reconbound.training.step import Kept, LossFn, Measurer
+from reconbound.training.step import Kept, LossFn, Measured, Measurer
 
 #: By how much the norms of the first batch may differ from Opacus's, relatively: they are rounded.
 _CLOSE = 1e-3
@@ -90,6 +92,8 @@ class BlockMeasurer:
         self, options: Measuring, criterion: Any, optimizer: Any, loader: DataLoader[Any], rate: float
     ) -> None:
         network = getattr(options.model, "_module", options.model)
+        if isinstance(network, DifferentiallyPrivateDistributedDataParallel | DistributedDataParallel):
+            network = network.module
         if {id(p) for p in network.parameters() if p.requires_grad} != {id(p) for p in optimizer.params}:
             why = "must be the network whose trainable parameters the optimizer has, all of them and no others"
             raise InputError("model", why, type(network).__name__)
@@ -127,13 +131,13 @@ class BlockMeasurer:
             raise InputError("loss_fn", why, float(own[worst]))
         self._compared = True
 
-    def add_to(self, ledger: FisherAccountant, step: int, bound: float) -> None:
-        """Measures the records whose turn it is and adds them to the ledger.
+    def measure(self, step: int, bound: float, ranks: Ranks) -> list[Measured[Any]]:
+        """Measures the records whose turn it is, of each group an equal share on every rank.
 
         Args:
-            ledger: of the training.
             step: the number of the step.
             bound: the clip norm at this step.
+            ranks: of the training.
         """
         if step >= self.steps:
             why = f"must be those of the training: measurements were planned over {self.steps} steps"
@@ -141,18 +145,18 @@ class BlockMeasurer:
         if bound != self.measurer.settings.max_grad_norm:
             why = f"must stay {self.measurer.settings.max_grad_norm:g} where more than 'removed' is measured"
             raise InputError("max_grad_norm", why, bound)
-        found: list[tuple[Any, Tensor, Any, float]] = []
+        found: list[Measured[Any]] = []
         if self._information is not None:
             for k, group in enumerate(self._information.at(self.seed, step), 1):
-                probes = torch_stream(self.seed, f"probe {k}", step, self.measurer.device)
-                information = self.measurer.information(group, probes)
-                found.append((ledger.add, group, information, self._information.weight(step)))
+                if len(own := group[ranks.rank :: ranks.size]):
+                    probes = torch_stream(self.seed, f"probe {k}", step, self.measurer.device)
+                    information = replace(self.measurer.information(own, probes), gradient_sum={})
+                    found.append(Measured(own, information, self._information.weight(step), True))
         if self._distances is not None:
             for group in self._distances.at(derive(self.seed, "worlds"), step):
-                distances = self.measurer.distances(group)
-                found.append((ledger.add_distances, group, distances, self._distances.weight(step)))
-        for add, group, measured, weight in found:
-            add(group, measured, weight=weight, stratified=True)
+                if len(own := group[ranks.rank :: ranks.size]):
+                    found.append(Measured(own, self.measurer.distances(own), self._distances.weight(step), True))
+        return found
 
 
 @random_states_kept()

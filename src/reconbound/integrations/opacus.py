@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,14 +26,14 @@ try:
 except ImportError as missing:
     raise ImportError("reconbound.integrations.opacus needs Opacus: pip install opacus") from missing
 
-from reconbound._internal.checks import InputError, number, warn_user
+from reconbound._internal.checks import InputError, file_path, number, warn_user
 from reconbound._internal.rng import checked_seed, random_states_kept
 from reconbound.accounting.accountant import FisherAccountant
 from reconbound.accounting.spec import Account
 from reconbound.bounds import Bound
 from reconbound.data import Dataset
-from reconbound.fisher.worlds import REMOVED
-from reconbound.integrations.clipped_norms import ClippedNorms, check_optimizer, clip_norm
+from reconbound.fisher.worlds import REMOVED, StepDistances
+from reconbound.integrations.clipped_norms import DISTRIBUTED, ClippedNorms, check_optimizer, clip_norm
 from reconbound.integrations.guards import (
     NoiseStates,
     Settings,
@@ -45,14 +45,19 @@ from reconbound.integrations.guards import (
 from reconbound.integrations.loaders import (
     DrawnBatches,
     check_collate,
+    check_generators,
     drawn_rate,
     forget_batches,
     poisson_sampler,
     record_batches,
+    records_drawn_from,
 )
 from reconbound.integrations.measuring import BlockMeasurer, Measuring
 from reconbound.integrations.reports import describe_parameters, records_of, write_report
 from reconbound.mechanisms.base import ADD_REMOVE
+from reconbound.report import folder as files
+from reconbound.training.ranks import Ranks, TrainingError, on_cpu
+from reconbound.training.step import Measured
 from reconbound.validate.model import ReconboundWarning
 from reconbound.validate.private import as_private
 
@@ -77,6 +82,9 @@ def watch(optimizer: Any, data_loader: Any, loss_fn: Any, *, measure: Measuring 
         measure: what else is measured: worlds with a public value in place of a part of each record, and Fisher
             information. None: nothing.
 
+    With Opacus on several ranks of torch.distributed, call it on each. Each rank clips and measures its own records,
+    and all of them have the whole ledger; `report` writes on rank 0.
+
     Returns:
         The ledger, which grows with each step.
 
@@ -93,20 +101,39 @@ def watch(optimizer: Any, data_loader: Any, loss_fn: Any, *, measure: Measuring 
     devices = {p.device for p in optimizer.params}
     if len(devices) != 1:
         raise InputError("optimizer", "must have parameters, all on one device", [str(d) for d in devices])
-    sampler = poisson_sampler(data_loader)
+    shared = isinstance(optimizer, DISTRIBUTED)
+    ranks = Ranks.present() if shared else Ranks()
+    sampler = poisson_sampler(data_loader, ranks if shared else None)
     check_accounted(optimizer, drawn_rate(sampler))
-    blocks = None
-    if measure is not None:
+
+    def prepared() -> BlockMeasurer | None:
+        if measure is None:
+            return None
         if not isinstance(measure, Measuring):
             raise InputError("measure", "must be a Measuring(model, epochs, ...)", f"a {type(measure).__name__}")
         if isinstance(optimizer, DPPerLayerOptimizer):
             why = "must be None with per-layer clipping: the whole gradient's clip is measured"
             raise InputError("measure", why, type(optimizer).__name__)
-        blocks = BlockMeasurer(measure, loss_fn, optimizer, data_loader, drawn_rate(sampler))
-    ledger = OpacusLedger(optimizer, data_loader, sampler, loss_fn, blocks)
+        return BlockMeasurer(measure, loss_fn, optimizer, data_loader, drawn_rate(sampler))
+
+    blocks = ranks.try_all(prepared)
+    if shared and not optimizer.secure_mode:
+        check_generators(sampler, ranks)
+    ledger = OpacusLedger(optimizer, (data_loader, sampler), loss_fn, blocks, ranks)
     for warning in ledger.statements[_ALWAYS:]:
         warn_user(warning, ReconboundWarning)
     return ledger
+
+
+class _Part(NamedTuple):
+    """Holds what a rank knows of a step: about its records, and how the records are divided between the ranks."""
+
+    records: Tensor
+    norms: Tensor
+    bound: float
+    state: str
+    found: list[Measured[Any]]
+    division: list[Any] | None
 
 
 class OpacusLedger:
@@ -126,10 +153,11 @@ class OpacusLedger:
     """
 
     def __init__(
-        self, optimizer: Any, loader: Any, sampler: Any, criterion: Any, blocks: BlockMeasurer | None = None
+        self, optimizer: Any, drawn: tuple[Any, Any], criterion: Any, blocks: BlockMeasurer | None, ranks: Ranks
     ) -> None:
-        self.steps, self.finished, self._blocks = 0, False, blocks
-        self._optimizer, self._loader, self._sampler = optimizer, loader, sampler
+        self.steps, self.finished, self._blocks, self._ranks = 0, False, blocks, ranks
+        self._optimizer, (self._loader, self._sampler) = optimizer, drawn
+        loader, sampler = drawn
         device = next(iter(optimizer.params)).device
         informed = blocks is not None and blocks.options.information
         account = Account(
@@ -138,7 +166,7 @@ class OpacusLedger:
             drawn_rate(sampler),
             clip="hard",
             rules=() if informed else None,
-            records=sampler.num_samples,
+            records=records_drawn_from(sampler),
             features=features_of(loader) if blocks is None else blocks.measurer.features,
             steps=1,
         )
@@ -147,11 +175,14 @@ class OpacusLedger:
         self._bounds: list[float] = []  # the smallest and the largest clip norm so far
         self._settings, self._states = Settings(optimizer), NoiseStates(optimizer)
         self.refused, self._counts = "", False
+        ranks.check_alike(self._mark())
+        if blocks is not None:
+            blocks.seed = ranks.from_first(lambda: blocks.seed)
         # from here on nothing is refused
         self._norms = ClippedNorms(optimizer, criterion)
         ahead = loader.num_workers > 0
         self._batches = DrawnBatches(sampler, lambda: self._norms.half_done, ahead=ahead)
-        record_batches(sampler, self._batches)
+        record_batches(sampler, self._batches, ranks)
         self._allow_packed = packed_sequences_refused(optimizer.params)
         self._add_noise = optimizer.add_noise
         optimizer.add_noise = self._before_noise
@@ -171,15 +202,15 @@ class OpacusLedger:
             why = "must not go on after a step that was refused: begin anew, or from a checkpoint before it"
             raise InputError("ledger", why, self.refused)
         try:
-            self._count_step()
-        except InputError as reason:
+            self._count_step(self._ranks.gather(self._own_part))
+        except (InputError, TrainingError) as reason:
             self.refused = str(reason)
             raise
         self._counts = True
         self._add_noise()
 
-    def _count_step(self) -> None:
-        account = self._ledger.account
+    def _own_part(self) -> _Part:
+        """Returns what a rank knows of the step that is taken."""
         self._settings.check()
         norms, bound = self._norms.take()
         records = torch.tensor(self._batches.take(len(norms)), dtype=torch.int64)
@@ -187,12 +218,30 @@ class OpacusLedger:
         if len(bad):
             why = "must be finite: otherwise the sum is not, which shows who took part; of record "
             raise InputError("gradient", f"{why}{int(records[int(bad[0])])}", "a norm that is not")
-        state = self._states.note()
-        if self.steps == 0:
-            self._ledger.begin_run(state)  # the same where a training is repeated
+        state = self._states.note() if self._ranks.rank == 0 else ""  # rank 0 draws the noise
+        found: list[Measured[Any]] = []
         if self._blocks is not None:
             self._blocks.compare(records, norms)
-            self._blocks.add_to(self._ledger, self.steps, bound)
+            found = self._blocks.measure(self.steps, bound, self._ranks)
+        if self._ranks.size == 1:
+            return _Part(records, norms, bound, state, found, None)
+        return _Part(records, norms.cpu(), bound, state, on_cpu(found), self._sampler.division)
+
+    def _count_step(self, parts: Sequence[_Part]) -> None:
+        account, bounds, divisions = self._ledger.account, [p.bound for p in parts], [p.division for p in parts]
+        records, norms = torch.cat([part.records for part in parts]), torch.cat([part.norms for part in parts])
+        if len({*bounds}) > 1:
+            raise InputError("max_grad_norm", "must be the same on all ranks", bounds)
+        if any(division != divisions[0] for division in divisions) or len(records.unique()) < len(records):
+            why = "must give each record to one rank: call set_epoch on all of them, and take each batch on all, not on"
+            raise InputError("data_loader", why, f"some (epoch, shuffle, seed, ranks and iteration: {divisions})")
+        self._states.keep(parts[0].state)
+        if self.steps == 0:
+            self._ledger.begin_run(parts[0].state)  # the same where a training is repeated
+        for one in (one for part in parts for one in part.found):
+            add = self._ledger.add_distances if isinstance(one.found, StepDistances) else self._ledger.add
+            add(one.records, one.found, weight=one.weight, stratified=one.stratified)
+        bound = bounds[0]
         if len(norms):  # over the noise, as if the clip norm had stayed what it was
             self._ledger.divergences.add_norms(records, norms * (account.max_grad_norm / bound), 1.0)
         self._bounds = [min(bound, *self._bounds), max(bound, *self._bounds)] if self._bounds else [bound, bound]
@@ -302,9 +351,11 @@ class OpacusLedger:
             name: of the data, for the pages.
 
         Returns:
-            The page for the data's owner; report-public.html beside it may be shown.
+            The page for the data's owner; report-public.html beside it may be shown. Of several ranks the first writes.
         """
         ledger = self._ledger if self.finished else self._closed()
+        if self._ranks.rank:
+            return Path(file_path("folder", folder)) / files.REPORT
         records = records_of(self._loader, name) if dataset is None else dataset
         if not isinstance(records, Dataset):
             raise InputError("dataset", "must be what load_dataset returns", f"a {type(records).__name__}")
@@ -427,9 +478,10 @@ def describe_training(optimizer: Any, account: Account, bounds: Sequence[float] 
     if len(set(bounds)) > 1:
         clipped = f"the clip norm C of the step, from {bounds[0]:g} to {bounds[1]:g}"
         deviation = f"{account.noise_multiplier:g} C"
-    divided = "is not divided"
+    divided, ranks = "is not divided", getattr(optimizer, "world_size", 1)
+    where = "noise on the sum" if ranks == 1 else "one noise, that of rank 0, on the sum over all ranks"
     if optimizer.loss_reduction == "mean":
-        divided = f"is divided by the expected batch size {optimizer.expected_batch_size:g}, whoever was drawn"
+        divided = f"is divided by the expected batch size {optimizer.expected_batch_size * ranks:g}, whoever was drawn"
     noise = "from Opacus's secure generator (secure_mode=True)"
     if not optimizer.secure_mode:
         noise = (
@@ -438,7 +490,7 @@ def describe_training(optimizer: Any, account: Account, bounds: Sequence[float] 
         )
     return (
         f"hard clipping: a record moves the sum by at most {clipped}",
-        f"noise on the sum: standard deviation σC = {deviation}; the noisy sum {divided}",
+        f"{where}: standard deviation σC = {deviation}; the noisy sum {divided}",
         f"noise {noise}",
         f"each record is drawn with chance q = {account.sample_rate:.6g}, independently at each step",
         "loss and model treat each record separately",

@@ -221,7 +221,7 @@ def describe_parameters(optimizer: Any, bounds: Sequence[float]) -> dict[str, An
         "model": f"trained by Opacus with {inner}",
         "parameters": sum(p.numel() for p in parameters),
         "clipping": type(optimizer).__name__,
-        "expected_batch_size": optimizer.expected_batch_size,
+        "expected_batch_size": (optimizer.expected_batch_size or 0) * getattr(optimizer, "world_size", 1) or None,
         "loss_reduction": optimizer.loss_reduction,
         "seed_from": files.SECURE_NOISE if optimizer.secure_mode else files.TORCH_NOISE,
     }

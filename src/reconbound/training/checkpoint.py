@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from reconbound._internal import files
@@ -284,6 +284,44 @@ def restore_optimizer(
     optimizer.load_state_dict({"state": unpack(packed["optimizer"], tensors), "param_groups": groups})
     if schedule is not None:
         schedule.load_state_dict(unpack(packed["schedule"], tensors))
+
+
+def snapshot(learner: PrivateSGD) -> Checkpoint:
+    """Returns the state of a learner at the end of the last step."""
+    tensors = {f"model/{name}": value for name, value in learner.model.state_dict().items()}
+    tensors |= {f"released/{name}": value for name, value in learner.first_parameters.items()}
+    facts: dict[str, Any] = {
+        **learner.identity,
+        **{name: getattr(learner, name) for name in ("seed", "run", "run_seed", "step", "order", "history")},
+        "state": pack_optimizer(learner.optimizer, learner.schedule, tensors),
+        "shards": len(learner.shards),
+    }
+    if learner.accountant is not None:
+        facts["runs"], facts["caveats"] = learner.accountant.runs, list(learner.accountant.caveats)
+        tensors |= {f"ledger/{name}": value for name, value in learner.accountant.state().items()}
+    return Checkpoint(tensors, facts)
+
+
+def check_state(
+    facts: Mapping[str, Any], steps: int, model: nn.Module, saved: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
+) -> None:
+    """Refuses a state that is not one of this training.
+
+    Args:
+        facts: of the checkpoint.
+        steps: of a run.
+        model: the model of the training.
+        saved: the present and the released state of the model in the checkpoint; the latter may be empty in run 0.
+    """
+    run, step = int(facts["run"]), int(facts["step"])
+    if run < 0 or not 0 <= step <= steps or not all({"run", "step"} <= set(h) for h in facts["history"]):
+        raise ValueError("its run, step or history cannot be")
+    shapes = {name: value.shape for name, value in model.state_dict().items()}
+    present, released = ({name: value.shape for name, value in state.items()} for state in saved)
+    if shapes != present:
+        raise ValueError("its parameters have other names or shapes than the model's")
+    if (released or run) and shapes != released:
+        raise ValueError("its released parameters have other names or shapes than the model's")
 
 
 def identify(learner: PrivateSGD, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,25 +20,31 @@ import torch
 from torch import Tensor, nn
 
 from reconbound._internal.checks import InputError, file_path, warn_user, whole
+from reconbound._internal.files import tensor_digest
 from reconbound._internal.progress import progress_bar
 from reconbound._internal.rng import GUESSABLE, derive, new_seed, seed_warning, seeded
 from reconbound.accounting.accountant import FisherAccountant
 from reconbound.accounting.measurement_plan import Plans
 from reconbound.accounting.spec import checked_counts
 from reconbound.fisher import Private
-from reconbound.fisher.worlds import NO_WORLDS, REMOVED, World, check_worlds
+from reconbound.fisher.worlds import NO_WORLDS, World, check_worlds
 from reconbound.training import checkpoint as checkpoints
 from reconbound.training import noise as noises
 from reconbound.training import settings as given
-from reconbound.training.sampling import make_account, make_plans, make_sampler, padded_sizes, steps_of, with_gaps
+from reconbound.training.ranks import Ranks, TrainingError, on_cpu
+from reconbound.training.sampling import (
+    Shard,
+    make_account,
+    make_plans,
+    make_sampler,
+    padded_sizes,
+    steps_of,
+    with_gaps,
+)
 from reconbound.training.settings import Callback, Fault, Settings, reset_parameters
-from reconbound.training.step import Kept, LossFn, Measurer, StepWork
+from reconbound.training.shards import PartOfStep, compute_shards, grid_of, make_shards
+from reconbound.training.step import Kept, LossFn, Measurer, StepWork, add_to_ledger, make_ledger
 from reconbound.validate.model import ReconboundWarning
-from reconbound.validate.private import as_private
-
-
-class TrainingError(RuntimeError):
-    """Training cannot continue; the last good state is in the checkpoint."""
 
 
 class NoLedger(TrainingError, AttributeError):
@@ -77,9 +83,17 @@ class PrivateSGD:
             `accountant.traces.dfil_of_runs` and `accountant.divergences.at`.
         progress: whether to show a progress bar, if output is a terminal.
         check: whether to check model and data before training starts.
+        shards: the number of ranges of records whose gradients are summed by themselves and then added exactly. With a
+            seed, a run of so many shards is the same bit for bit on every number of ranks. None: one on each rank.
+
+    Ranks: where torch.distributed is initialised, all its ranks train one model together, and must make the same calls.
+    Inputs and targets are given whole on each rank, the same everywhere; a rank reads only the rows of its own shards.
+    Rank 0's parameters are everyone's. Evaluation and callbacks run on each rank, and each has the whole ledger; rank 0
+    writes the checkpoints.
 
     Guarantee: the released noisy sums are T adaptive steps of the Gaussian mechanism named by the settings (`mechanism`
-    of the ledger's account); the divisor (qN for Poisson batches) does not depend on who took part.
+    of the ledger's account), on any number of ranks; the divisor (qN for Poisson batches) does not depend on who took
+    part.
     """
 
     def __init__(
@@ -106,22 +120,25 @@ class PrivateSGD:
         whole_at: Sequence[int] = (),
         progress: bool = True,
         check: bool = True,
+        shards: int | None = None,
     ) -> None:
         functions: dict[str, Any] = {"loss_fn": loss_fn, "initialise": initialise, "evaluate": evaluate}
         functions |= {"optimizer": optimizer, "schedule": schedule}
         flags = {"spectral": spectral, "progress": progress, "check": check}
         given.check_arguments(model, settings, callbacks, functions, flags)
-        self.model, self.loss_fn, self.settings = model, loss_fn, settings
+        self.model, self.loss_fn, self.settings, self.ranks = model, loss_fn, settings, Ranks.present()
         self.inputs = given.as_tensors(model, "inputs", inputs)
         self.targets = given.as_tensors(model, "targets", targets)
         self.records = given.record_count(self.inputs, self.targets)
         self.sampler = make_sampler(settings.sampler, self.records, settings.sample_rate)
+        self.shards = make_shards(self.records, 1 if shards is None else shards)
+        self._shards_given = shards
         self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.params:
             raise InputError("model", "must have a parameter that requires grad", type(model).__name__)
         self.device = next(iter(self.params.values())).device
         self.seed = new_seed() if settings.seed is None else settings.seed
-        if self.seed < GUESSABLE:
+        if self.seed < GUESSABLE and self.ranks.rank == 0:
             warn_user(seed_warning("seed"), ReconboundWarning)
         self.private, self.diagonal, self.spectral, self.feature_scale = private, diagonal, spectral, feature_scale
         sgd = {name: getattr(settings, name) for name in ("lr", "momentum", "weight_decay")}
@@ -137,10 +154,12 @@ class PrivateSGD:
         removed = self.worlds is not None and settings.sampler == "poisson"
         self._has_ledger = settings.rules is not None or removed or bool(self.worlds)
         kept = Kept(not (isinstance(diagonal, str) and diagonal == "none"), spectral, self.worlds or NO_WORLDS)
-        self.measurer = Measurer(model, loss_fn, (self.inputs, self.targets), settings, private, kept=kept, check=check)
+        data, how = (self.inputs, self.targets), dict[str, Any](kept=kept, check=check)
+        self.measurer = self.ranks.try_all(lambda: Measurer(model, loss_fn, data, settings, private, **how))
         self.features = self.measurer.features
         if self.device.type == "cuda":
             self.sampler = with_gaps(self.sampler)
+        if self.device.type == "cuda" and len(self.shards) == self.ranks.size == 1:
             self.measurer.replay(padded_sizes(self.sampler))
         self._ledger: FisherAccountant | None = None
         self.plans = Plans()
@@ -233,9 +252,17 @@ class PrivateSGD:
         return self.run * (self.steps + 1) + self.step
 
     def _begin_run(self) -> None:
-        losses = self.measurer.some_losses()
-        context = noises.release_context(self.identity, self.settings, self.model, self.device, losses)
-        self.run_seed = derive(self.seed, "run", self.run, context)
+        if self.ranks.size > 1:
+            start = self.ranks.from_first(lambda: on_cpu(self.model.state_dict()))
+            self.model.load_state_dict(start)
+
+        def make() -> int:
+            losses = self.measurer.some_losses()
+            facts = self.identity | ({"shards": len(self.shards)} if len(self.shards) > 1 else {})
+            context = noises.release_context(facts, self.settings, self.model, self.device, losses)
+            return derive(self.seed, "run", self.run, context)
+
+        self.run_seed = self.ranks.from_first(make)
         if self.accountant is not None:
             mark = derive(self.run_seed, "fingerprint").to_bytes(32, "little")[:16]  # it reveals nothing of the seed
             self.accountant.begin_run(mark.hex())
@@ -257,33 +284,29 @@ class PrivateSGD:
         known = bool(self.history) and now.items() <= self.history[-1].items()
         often = self.evaluate_every
         due = self.step == self.steps or (often > 0 and self.step > 0 and self.step % often == 0)
-        saving = self.folder is not None and (self.step % self.every == 0 or self.step == self.steps)
-        found: list[Mapping[str, float] | None] = []
-        with given.modes_kept(self.model), self._placed():
+        last = self.step == self.steps
+        saving = self.folder is not None and (last or self.step % self.every == 0)
+        numbers: Mapping[str, float] = {}
+        with self._placed():
             if due or saving:
                 self.measurer.checks.settle()
-            if self.evaluate is not None and due and not known:
-                found.append(given.evaluate_model(self.evaluate, self.model))
-            for callback in self.callbacks:
-                found.append(callback.on_step(self))
-                if self.step == self.steps:
-                    callback.on_run_end(self)
-        numbers = [each for each in found if each is not None]
+            if self.callbacks or (self.evaluate is not None and due):
+                numbers = self.ranks.try_all(lambda: given.observe(self, evaluating=due and not known))
         if numbers and not known:
-            self.history.append({**now, **{name: value for each in numbers for name, value in each.items()}})
+            self.history.append({**now, **numbers})
+        if self.ranks.size > 1 and (last or self.step % self.every == 0):
+            state = {name: value for name, value in self.model.state_dict().items() if isinstance(value, Tensor)}
+            self.ranks.check_alike({"parameters after this step": tensor_digest(state)})
         if self.folder is not None and saving and self.order > self._saved:
-            checkpoints.save(self.folder, self._snapshot(), self._turn + 1)
-            self._turn, self._saved = self._turn + 1, self.order
+            place, turn = self.folder, self._turn + 1
+            self.ranks.from_first(lambda: checkpoints.save(place, checkpoints.snapshot(self), turn))
+            self._turn, self._saved = turn, self.order
 
     def _train_step(self) -> None:
         sizes = given.row_counts(self.inputs, self.targets)
         if sizes != {self.records}:
             self._fail(f"the data had {self.records} records and have {sorted(sizes)} now")
-        batch, now = self.sampler.batch(self.run_seed, self.step), (self.run_seed, self.step)
-        with self._placed():
-            self.measurer.checks.step = self.step
-            work = self.measurer.compute_step(batch, *now, self.accountant, self.plans)
-        flat = (work.total.double() + self.settings.noise * self._noise(work.total)) / self.sampler.divisor
+        batch, work, flat = self._noisy_step()
         given.set_gradients(self.params, flat)
         self._midway = True
         self.optimizer.step()
@@ -292,22 +315,33 @@ class PrivateSGD:
         with self._placed():
             self.measurer.check_parameters()
         if self.accountant is not None:
-            self._account(self.accountant, batch, work)
+            add_to_ledger(self.accountant, batch, work)
             self.accountant.keep_step(self.step + 1)
             if self.step + 1 == self.steps:
                 self.accountant.finish_run()
         self.step += 1
         self._midway = False
 
-    def _account(self, ledger: FisherAccountant, batch: Tensor, work: StepWork) -> None:
-        for one in work.information:
-            ledger.add(one.records, one.found, **one.how)
-        if work.followed is not None:
-            ledger.follow(work.followed)
-        for each in work.distances:
-            ledger.add_distances(each.records, each.found, **each.how)
-        if REMOVED in ledger.divergences.worlds and len(batch):
-            ledger.divergences.add_norms(batch, work.clipped_norm, 1.0)
+    def _noisy_step(self) -> tuple[Tensor, StepWork, Tensor]:
+        """Returns the batch, what was measured, and the noisy sum over the divisor, flat; the same on each rank."""
+        grid = grid_of(self.settings, self.records) if len(self.shards) > 1 else 1.0
+        zeros = partial(torch.zeros, sum(p.numel() for p in self.params.values()), device=self.device)
+        batch, work = compute_shards(self.shards, self.ranks, zeros, grid, self._compute)
+
+        def release() -> Tensor:
+            return (work.total.double() * grid + self.settings.noise * self._noise(work.total)) / self.sampler.divisor
+
+        return batch, work, self.ranks.tensor_from_first(release, zeros)
+
+    def _compute(self, shard: Shard) -> PartOfStep:
+        now = (self.run_seed, self.step)
+        batch = self.sampler.batch(*now) if shard.span is None else self.sampler.batch(*now, shard.span)
+        with self._placed():
+            self.measurer.checks.step = self.step
+            work = self.measurer.compute_step(batch, *now, self.accountant, self.plans, shard)
+            if shard.count > 1 or self.ranks.size > 1:
+                self.measurer.checks.settle()  # whole numbers are never NaN, and other ranks do not wait
+            return batch, work
 
     def _noise(self, total: Tensor) -> Tensor:
         """Returns standard normal numbers for this sum: equal only for the same bits, at this step of this release."""
@@ -346,13 +380,27 @@ class PrivateSGD:
         if not self.steps:
             self.kind, self.steps = kind, length
             self._make_ledger()
+            self.seed = self.ranks.from_first(lambda: self.seed)
+            if self._shards_given is None:
+                self.shards = make_shards(self.records, min(self.records, self.ranks.size))
             asked = ("steps", "kind", "spectral", "private", "diagonal", "feature_scale", "whole_at", "worlds")
             options = {**asdict(self.settings), **{name: getattr(self, name) for name in asked}}
             self.identity = checkpoints.identify(self, options)
+        here = {name: getattr(self, name) for name in ("every", "evaluate_every", "_shards_given")}
+        here |= {"seed": self.settings.seed, "runs": runs, "place": self.order if self.folder is None else None}
+        here |= {"evaluate": self.evaluate is None, "callbacks": len(self.callbacks)}
+        self.ranks.check_alike({**self.identity, **here})
         with ExitStack() as stack:
             if self.folder is not None:
-                stack.enter_context(checkpoints.lock_folder(self.folder))
+                place = self.folder
+                self.ranks.from_first(lambda: stack.enter_context(checkpoints.lock_folder(place)))
                 self._resume(self.folder)
+            idle = self.ranks.size - len(self.shards)
+            if idle > 0 and self.ranks.rank == 0:
+                more = (
+                    f"{idle} of {self.ranks.size} ranks have nothing to do: this run has {len(self.shards)} shards. To"
+                )
+                warn_user(f"{more} use more ranks, begin it with more shards", ReconboundWarning)
             if done:
                 warn_user(
                     f"{kind} has done its {self.steps} steps already and trains nothing more: to train longer make a "
@@ -361,27 +409,21 @@ class PrivateSGD:
                 )
             what = f"training, {runs} run{'s' if runs > 1 else ''}"
             at = self.run * self.steps + self.step
-            yield stack.enter_context(progress_bar(runs * self.steps, at, self.progress, what))
+            shown = self.progress and self.ranks.rank == 0
+            yield stack.enter_context(progress_bar(runs * self.steps, at, shown, what))
 
     def _make_ledger(self) -> None:
-        """Creates an empty ledger and the plan of measurements (None where each batch itself is measured)."""
-        s = self.settings
+        """Creates an empty ledger and the plan of measurements."""
         if self.whole_at and self.whole_at[-1] > self.steps:
             raise InputError("whole_at", f"must be at most the run's {self.steps} steps", self.whole_at[-1])
         self.whole_at = tuple(sorted({*self.whole_at, self.steps})) if self.whole_at else ()
-        if not self._has_ledger:
-            return
-        account = make_account(s, self.sampler, self.features, self.steps)
-        options: dict[str, Any] = {"diagonal": self.diagonal, "spectral": self.spectral, "device": self.device}
-        options |= {"keep_runs_at": self.whole_at, "worlds": None if self.worlds is None else tuple(self.worlds)}
-        ledger = FisherAccountant(account, feature_scale=self.feature_scale, **options)
-        ledger.divergences.from_batches = True
-        ledger.caveats = self.measurer.caveats
-        ledger.needs_range = as_private(self.private).part == "module"
-        # within a shuffled epoch the parameters depend on whether a record was seen: only batches can be measured
-        ledger.features.followed = ledger.diagonal == "chosen" and s.sampler != "shuffle"
-        self._ledger = ledger
-        self.plans = make_plans(s, self.sampler, self.steps, self.whole_at, len(self.worlds or ()))
+        if self._has_ledger:
+            account = make_account(self.settings, self.sampler, self.features, self.steps)
+            options: dict[str, Any] = {"diagonal": self.diagonal, "spectral": self.spectral, "device": self.device}
+            options |= {"feature_scale": self.feature_scale, "keep_runs_at": self.whole_at}
+            options["worlds"] = None if self.worlds is None else tuple(self.worlds)
+            self._ledger = make_ledger(account, self.measurer, options)
+            self.plans = make_plans(self.settings, self.sampler, self.steps, self.whole_at, len(self.worlds or ()))
 
     def _restart(self) -> None:
         """Creates a new optimizer and schedule, as at the start of a run."""
@@ -391,24 +433,11 @@ class PrivateSGD:
 
     # --- checkpoints ---------------------------------------------------------------------
 
-    def _snapshot(self) -> checkpoints.Checkpoint:
-        """Returns the state at the end of the last step."""
-        tensors = {f"model/{name}": value for name, value in self.model.state_dict().items()}
-        tensors |= {f"released/{name}": value for name, value in self.first_parameters.items()}
-        facts: dict[str, Any] = {
-            **self.identity,
-            **{name: getattr(self, name) for name in ("seed", "run", "run_seed", "step", "order", "history")},
-            "state": checkpoints.pack_optimizer(self.optimizer, self.schedule, tensors),
-        }
-        if self.accountant is not None:
-            facts["runs"], facts["caveats"] = self.accountant.runs, list(self.accountant.caveats)
-            tensors |= {f"ledger/{name}": value for name, value in self.accountant.tensors().items()}
-        return checkpoints.Checkpoint(tensors, facts)
-
     def _resume(self, folder: str) -> None:
         """Takes the state of the folder's last good checkpoint, if there is one."""
-        belongs = self.identity if self.settings.seed is None else {**self.identity, "seed": self.seed}
-        loaded = checkpoints.load(folder, belongs)
+        asked = {"seed": self.settings.seed, "shards": self._shards_given}
+        belongs = self.identity | {name: value for name, value in asked.items() if value is not None}
+        loaded = self.ranks.from_first(lambda: checkpoints.load(folder, belongs))
         if loaded is None:
             if self._saved >= 0 or self._midway:
                 raise checkpoints.CheckpointError(f"the checkpoints of {folder} have been removed")
@@ -426,16 +455,9 @@ class PrivateSGD:
         def under(prefix: str) -> dict[str, Tensor]:
             return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
-        history, place = facts["history"], {name: int(facts[name]) for name in ("seed", "run_seed", "run", "step")}
-        placed = all({"run", "step"} <= set(h) for h in history)
-        if place["run"] < 0 or not 0 <= place["step"] <= self.steps or not placed:
-            raise ValueError("its run, step or history cannot be")
-        shapes = {name: value.shape for name, value in self.model.state_dict().items()}
-        if shapes != {name: value.shape for name, value in under("model/").items()}:
-            raise ValueError("its parameters have other names or shapes than the model's")
+        place = {name: int(facts[name]) for name in ("seed", "run_seed", "run", "step")}
         released = under("released/")  # there is one once the first of several runs is over
-        if (released or place["run"]) and shapes != {name: value.shape for name, value in released.items()}:
-            raise ValueError("its released parameters have other names or shapes than the model's")
+        checkpoints.check_state(facts, self.steps, self.model, (under("model/"), released))
         self.model.load_state_dict(under("model/"))
         self.measurer.checks.drop()
         self.first_parameters = released
@@ -444,8 +466,9 @@ class PrivateSGD:
         if self.accountant is not None:
             self.accountant.restore(under("ledger/"), facts["runs"], copy=False)
             self.accountant.caveats = tuple(dict.fromkeys((*self.accountant.caveats, *facts["caveats"])))
+        self.shards = make_shards(self.records, facts.get("shards", 1))
         self.seed, self.run_seed, self.run, self.step = place.values()
-        self.history[:] = history
+        self.history[:] = facts["history"]
 
 
 __all__ = ["PrivateSGD", "Settings", "TrainingError"]

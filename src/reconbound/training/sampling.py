@@ -2,6 +2,8 @@
 
 A batch is a function of (seed, step): step 731 draws the same one whether or not the run was stopped before it, and no
 generator state has to be saved. Indices are int64, in increasing order (shuffled epochs: in theirs), and may be none.
+Whether a record takes part is a function of (seed, step, record): `batch(..., span)` has a range of the records only,
+and the parts of several ranges are those of the whole batch. How many processes share the records changes nothing.
 
 Every sampler has a name, the sample rate that accounting may use, the divisor of the noisy sum (fixed in advance,
 whoever takes part) and the number of steps in which a record is expected to be drawn once.
@@ -29,6 +31,44 @@ from reconbound.validate.model import ReconboundWarning
 
 if TYPE_CHECKING:
     from reconbound.training.settings import Settings
+
+#: A range of the records: the first, and the one after the last.
+Span = tuple[int, int]
+
+
+def within(indices: Tensor, span: Span | None) -> Tensor:
+    """Returns those of the records that are in a range, in their order; all where there is none.
+
+    >>> within(torch.tensor([5, 1, 3, 2]), (2, 5)).tolist()
+    [3, 2]
+    """
+    return indices if span is None else indices[(indices >= span[0]) & (indices < span[1])]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A range of the records whose gradients are summed by themselves (shards.py).
+
+    Attributes:
+        number: from 0.
+        count: the number of shards.
+        span: the records; None for all of them.
+    """
+
+    number: int = 0
+    count: int = 1
+    span: Span | None = None
+
+    def owner(self, ranks: int) -> int:
+        """Returns the rank that computes this shard, of so many."""
+        return self.number * ranks // self.count
+
+    def has_turn(self, step: int) -> bool:
+        """Returns whether this is the shard of a step for what is done once in each."""
+        return step % self.count == self.number
+
+
+WHOLE = Shard()
 
 
 @dataclass(frozen=True)
@@ -64,13 +104,14 @@ class Poisson:
     def steps_per_epoch(self) -> float:
         return 1 / self.sample_rate
 
-    def batch(self, seed: int, step: int) -> Tensor:
-        rng = numbers_of(seed, "batch", step)
+    def batch(self, seed: int, step: int, span: Span | None = None) -> Tensor:
         if self.by_gaps and self.sample_rate < 1:
-            return torch.from_numpy(_by_gaps(rng, self.records, self.sample_rate))
+            places = _by_gaps(numbers_of(seed, "batch", step), self.records, self.sample_rate)
+            return within(torch.from_numpy(places), span)
         # 53 random bits: with the 24 of float32 a rate of 1e-9 would never, or far too often, draw anybody
-        u = rng.random(self.records)
-        return torch.from_numpy((u < self.sample_rate).nonzero()[0])
+        first, end = span or (0, self.records)
+        u = numbers_of(seed, "batch", step, skip=first).random(end - first)
+        return torch.from_numpy((u < self.sample_rate).nonzero()[0] + first)
 
 
 def _by_gaps(rng: np.random.Generator, n: int, q: float) -> npt.NDArray[np.int64]:
@@ -116,9 +157,9 @@ class FixedSize:
     def steps_per_epoch(self) -> float:
         return self.records / self.batch_size
 
-    def batch(self, seed: int, step: int) -> Tensor:
+    def batch(self, seed: int, step: int, span: Span | None = None) -> Tensor:
         drawn = numbers_of(seed, "batch", step).choice(self.records, self.batch_size, replace=False, shuffle=False)
-        return torch.from_numpy(drawn).sort().values
+        return within(torch.from_numpy(drawn).sort().values, span)
 
 
 @dataclass(frozen=True)
@@ -138,10 +179,10 @@ class ShuffledEpochs(FixedSize):
     def steps_per_epoch(self) -> int:
         return math.ceil(self.records / self.batch_size)
 
-    def batch(self, seed: int, step: int) -> Tensor:
+    def batch(self, seed: int, step: int, span: Span | None = None) -> Tensor:
         epoch, place = divmod(step, self.steps_per_epoch)
         order = torch.from_numpy(numbers_of(seed, "epoch", epoch).permutation(self.records))
-        return order[place * self.batch_size : (place + 1) * self.batch_size]
+        return within(order[place * self.batch_size : (place + 1) * self.batch_size], span)
 
 
 Sampler = Poisson | FixedSize

@@ -149,6 +149,24 @@ def evaluate_model(evaluate: Callable[[nn.Module], Any], model: nn.Module) -> di
     return numbers
 
 
+def observe(learner: PrivateSGD, evaluating: bool) -> dict[str, float]:
+    """Returns what evaluation and callbacks say at this step.
+
+    Args:
+        learner: at this step.
+        evaluating: whether an evaluation is due.
+    """
+    found: list[Mapping[str, float] | None] = []
+    with modes_kept(learner.model):
+        if learner.evaluate is not None and evaluating:
+            found.append(evaluate_model(learner.evaluate, learner.model))
+        for callback in learner.callbacks:
+            found.append(callback.on_step(learner))
+            if learner.step == learner.steps:
+                callback.on_run_end(learner)
+    return {name: value for numbers in found if numbers is not None for name, value in numbers.items()}
+
+
 def _describe(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 

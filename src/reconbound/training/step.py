@@ -23,12 +23,14 @@ from reconbound._internal.checks import InputError
 from reconbound._internal.opacus_hooks import is_wrapper
 from reconbound._internal.rng import derive, random_states_kept, seeded, torch_stream
 from reconbound.accounting.accountant import FisherAccountant
-from reconbound.accounting.measurement_plan import Plans, batch_weight
+from reconbound.accounting.measurement_plan import Blocks, Plans, Segments, batch_weight
+from reconbound.accounting.spec import Account
 from reconbound.data.dataset import describe_copies, find_copies
 from reconbound.fisher import Private, StepInformation
 from reconbound.fisher.sums import ClippedSum, methods_that_pass
-from reconbound.fisher.worlds import StepDistances, World, step_distances
+from reconbound.fisher.worlds import REMOVED, StepDistances, World, step_distances
 from reconbound.training.finite import STEPS, FiniteChecks, all_finite
+from reconbound.training.sampling import WHOLE, Shard, within
 from reconbound.training.settings import Fault, Settings, record_count
 from reconbound.training.static_step import StaticStep
 from reconbound.validate import ModelError, check_batch, check_clipping
@@ -252,16 +254,23 @@ class Measurer:
         return {**own, "method": self.methods[k] if method is None else method}
 
     def compute_step(
-        self, batch: Tensor, seed: int, step: int, ledger: FisherAccountant | None, plans: Plans
+        self,
+        batch: Tensor,
+        seed: int,
+        step: int,
+        ledger: FisherAccountant | None,
+        plans: Plans,
+        shard: Shard = WHOLE,
     ) -> StepWork:
         """Computes the clipped sum of a batch and measures the records whose turn it is. Nothing is changed.
 
         Args:
-            batch: indices of the records.
+            batch: indices of the records, of the shard only.
             seed: of the run.
             step: its number.
             ledger: which records it follows at every step; None without accounting.
             plans: which records are measured at which step.
+            shard: the records to measure. Those that the ledger follows are measured with each shard in turn.
         """
         probe = partial(torch_stream, seed, step=step, device=self.device)
         nothing = torch.zeros(0, device=self.device)
@@ -270,14 +279,14 @@ class Measurer:
         informed = ledger is not None and bool(ledger.account.kept_rules)
         if ledger is not None and informed:
             if plans.information is not None:
-                for k, group in enumerate(plans.information.at(seed, step), 1):
+                for k, group in _turns(plans.information, seed, step, shard):
                     found = self.information(group, probe(f"probe {k}"))
                     work.information.append(Measured(group, found, plans.information.weight(step), True))
-            if ledger.features.followed and ledger.rows is not None and len(ledger.rows):
+            if shard.has_turn(step) and ledger.features.followed and ledger.rows is not None and len(ledger.rows):
                 work.followed = self.information(ledger.rows, probe("probe kept"))
         if ledger is not None and self.worlds:
             if plans.distances is not None:
-                for group in plans.distances.at(derive(seed, "worlds"), step):
+                for _, group in _turns(plans.distances, derive(seed, "worlds"), step, shard):
                     work.distances.append(Measured(group, self.distances(group), plans.distances.weight(step), True))
             elif weight is not None and len(batch):
                 work.distances.append(Measured(batch, self.distances(batch), weight, False))
@@ -380,6 +389,49 @@ def largest_parameter(params: Mapping[str, Tensor]) -> Tensor:
     """Returns the largest absolute value of all parameters; NaN where one is."""
     norms = torch._foreach_norm([p.detach() for p in params.values()], float("inf"))
     return torch.stack([norm.double() for norm in norms]).max()
+
+
+def add_to_ledger(ledger: FisherAccountant, batch: Tensor, work: StepWork) -> None:
+    """Adds a step to the ledger of its training.
+
+    Args:
+        ledger: of the training.
+        batch: the records that took part.
+        work: what was computed.
+    """
+    for one in work.information:  # finite, as the measurer has checked
+        ledger.add(one.records, one.found, **one.how)
+    if work.followed is not None:
+        ledger.follow(work.followed)
+    for each in work.distances:
+        ledger.add_distances(each.records, each.found, **each.how)
+    if REMOVED in ledger.divergences.worlds and len(batch):
+        ledger.divergences.add_norms(batch, work.clipped_norm, 1.0)
+
+
+def _turns(plan: Blocks | Segments, seed: int, step: int, shard: Shard) -> Iterator[tuple[int, Tensor]]:
+    """Yields the number of each group that is measured at a step, from 1, and those of its records in the shard."""
+    for k, group in enumerate(plan.at(seed, step), 1):
+        own = within(group, shard.span)
+        if len(own):
+            yield k, own
+
+
+def make_ledger(account: Account, measurer: Measurer, options: Mapping[str, Any]) -> FisherAccountant:
+    """Returns an empty ledger for what a measurer measures beside the norms of all batches.
+
+    Args:
+        account: of the training.
+        measurer: of its model.
+        options: of FisherAccountant.
+    """
+    ledger = FisherAccountant(account, **options)
+    ledger.divergences.from_batches = True
+    ledger.caveats = measurer.caveats
+    ledger.needs_range = as_private(measurer.private).part == "module"
+    # within a shuffled epoch the parameters depend on whether a record was seen: only batches can be measured
+    ledger.features.followed = ledger.diagonal == "chosen" and account.sampler != "shuffle"
+    return ledger
 
 
 @contextmanager

@@ -1,0 +1,167 @@
+"""The processes of one training: the ranks of torch.distributed, or one process by itself.
+
+Whatever a rank does that may fail goes through `gather` or `from_first`, and every rank goes through the same ones in
+the same order. So an error on one rank ends all of them with one line, and none waits for a rank that has ended.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from reconbound._internal.checks import InputError
+from reconbound._internal.files import json_digest
+
+T = TypeVar("T")
+
+
+class TrainingError(RuntimeError):
+    """Training cannot continue; the last good state is in the checkpoint."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that train together.
+
+    Attributes:
+        rank: the number of this process, from 0.
+        size: the number of processes.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def present(cls) -> Ranks:
+        """Returns those of torch.distributed's default group; one process by itself where none was initialised."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls()
+        return cls(dist.get_rank(), dist.get_world_size())
+
+    def gather(self, make: Callable[[], T]) -> list[T]:
+        """Calls a function on each rank, and returns what it returned there, in their order.
+
+        Args:
+            make: the function; what it returns is small and on the CPU.
+
+        Raises:
+            TrainingError: it failed on another rank, or another rank is lost.
+        """
+        if self.size == 1:
+            return [make()]
+        try:
+            own = make()
+        except Exception as reason:
+            with suppress(TrainingError):
+                self._exchange((False, f"{type(reason).__name__}: {' '.join(str(reason).split())[:500]}"))
+            raise
+        found = self._exchange((True, own))
+        for rank, (made, value) in enumerate(found):
+            if not made:
+                raise TrainingError(f"rank {rank} failed, and rank {self.rank} ends with it: {value}")
+        return [value for _, value in found]
+
+    def try_all(self, make: Callable[[], T]) -> T:
+        """Calls a function on each rank, and returns what it returned on this one.
+
+        Args:
+            make: the function.
+
+        Raises:
+            TrainingError: it failed on another rank, or another rank is lost.
+        """
+        own: list[T] = []
+        self.gather(lambda: own.append(make()))
+        return own[0]
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """Calls a function on rank 0, and returns what it returned on every rank.
+
+        Args:
+            make: the function; what it returns is on the CPU.
+        """
+        made: list[Any] = [None]
+
+        def on_first() -> None:
+            if self.rank == 0:
+                made[0] = make()
+
+        self.gather(on_first)
+        if self.size > 1:
+            self._send(lambda: dist.broadcast_object_list(made, src=0))
+        found: T = made[0]
+        return found
+
+    def tensor_from_first(self, make: Callable[[], Tensor], zeros: Callable[..., Tensor]) -> Tensor:
+        """Calls a function on rank 0, and returns the tensor that it returned on every rank, bit for bit.
+
+        Args:
+            make: the function; the result is float64.
+            zeros: makes zeros of the same shape and device.
+        """
+        if self.size == 1:
+            return make()
+        found = make() if self.rank == 0 else zeros(dtype=torch.float64)
+        self._send(lambda: dist.broadcast(found, src=0))
+        return found
+
+    def sum_whole(self, numbers: Tensor) -> Tensor:
+        """Returns the sum of whole numbers over all ranks, which no order of adding changes.
+
+        Args:
+            numbers: of this rank, int64.
+        """
+        if self.size == 1:
+            return numbers
+        found = numbers.clone()
+        self._send(lambda: dist.all_reduce(found))
+        return found
+
+    def check_alike(self, facts: Mapping[str, Any]) -> None:
+        """Refuses facts that differ between ranks, and names the first that does. Only digests are sent.
+
+        Args:
+            facts: values that JSON can hold, by name.
+        """
+        found = self.gather(lambda: {name: json_digest(value) for name, value in facts.items()})
+        for rank, theirs in enumerate(found):
+            for name, value in found[0].items():
+                if theirs.get(name) != value:
+                    why = "must be the same on all ranks, the whole of it (each takes its own share)"
+                    raise InputError(name, why, f"another one on rank {rank} than on rank 0")
+
+    def _exchange(self, own: Any) -> list[Any]:
+        found: list[Any] = [None] * self.size
+        self._send(lambda: dist.all_gather_object(found, own))
+        return found
+
+    def _send(self, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except RuntimeError as reason:  # of the backend: a connection that was closed, or a time limit
+            why = " ".join(str(reason).split())[:200]
+            lost = f"rank {self.rank} (process {os.getpid()}) has lost another rank, which ended or hangs"
+            raise TrainingError(f"{lost}: start again from the last checkpoint ({why})") from reason
+
+
+def on_cpu(value: Any) -> Any:
+    """Returns a value with its tensors on the CPU, also those in lists, tuples, dictionaries and dataclasses."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    if isinstance(value, list):
+        return [on_cpu(v) for v in value]
+    if isinstance(value, dict):
+        return {name: on_cpu(v) for name, v in value.items()}
+    if isinstance(value, tuple):
+        parts = [on_cpu(v) for v in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: on_cpu(getattr(value, f.name)) for f in fields(value)})
+    return value

@@ -1,0 +1,85 @@
+"""Processes that train together: ranks of a gloo group, forked, with a time limit and none left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from killing import start
+
+#: Seconds until a test gives its ranks up, and until a rank gives another one up.
+LIMIT, PATIENCE = 180, 90
+
+
+def _rank(target: Callable[..., Any], args: Sequence[Any], place: str, rank: int, size: int, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = dist.FileStore(place, size)  # no port that another test might have
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE))
+    try:
+        found = ("returned", target(*args))
+    except BaseException as reason:
+        found = ("raised", f"{type(reason).__name__}: {reason}\n{traceback.format_exc()}")
+    pipe.send(found)
+    pipe.recv()  # until all have ended: a rank that leaves first would disturb the others
+    dist.destroy_process_group()
+
+
+def ends_of_ranks(size: int, target: Callable[..., Any], *args: Any) -> list[tuple[str, Any]]:
+    """Calls target(*args) on each rank; how each ended: ("returned", value), ("raised", text) or ("died", None).
+
+    Values must be pickled without torch: NumPy's arrays.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        place, ranks = str(Path(folder) / "store"), []
+        context_of = []
+        try:
+            for rank in range(size):
+                ours, theirs = _pipe()
+                ranks.append(start([target.__module__, "many_ranks"], _rank, target, args, place, rank, size, theirs))
+                theirs.close()
+                context_of.append(ours)
+            ends, until = [], time.monotonic() + LIMIT
+            for pipe in context_of:
+                try:
+                    assert pipe.poll(max(0.0, until - time.monotonic())), "a rank hangs"
+                    ends.append(pipe.recv())
+                except EOFError:
+                    ends.append(("died", None))
+            for pipe in context_of:
+                try:
+                    pipe.send(None)
+                except OSError:
+                    continue
+            for process in ranks:
+                process.join(20)
+            return ends
+        finally:
+            for process in ranks:
+                if process.is_alive():
+                    os.kill(process.pid, signal.SIGKILL)
+                process.join()
+
+
+def on_ranks(size: int, target: Callable[..., Any], *args: Any) -> list[Any]:
+    """Returns what target(*args) returns on each rank."""
+    ends = ends_of_ranks(size, target, *args)
+    for kind, value in ends:
+        assert kind == "returned", value
+    return [value for _, value in ends]
+
+
+def _pipe() -> tuple[Any, Any]:
+    import multiprocessing
+
+    return multiprocessing.get_context("forkserver").Pipe()
