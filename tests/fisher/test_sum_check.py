@@ -56,7 +56,7 @@ def test_any_other_order_is_found_before_training(order: list[int]) -> None:
 
     x, y = batch()
     learner = PrivateSGD(Mixed(), losses, x, y, Settings(1.0, 1.0, 0.5, seed=1), progress=False)
-    assert set(learner.measurer._methods) == {"generic"}
+    assert set(learner.measurer.methods) == {"generic"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -139,4 +139,4 @@ def test_gradients_that_rounding_decides_are_refused() -> None:
     with pytest.raises(ModelError, match=r"record \d of the batch differs by \d.*% .*use float64"):
         check_sums(Rounded(5, 3), losses, x, y, max_grad_norm=0.1)
     learner = PrivateSGD(Rounded(5, 3), losses, x, y, Settings(1.0, 1.0, 0.5, seed=1), progress=False)
-    assert set(learner.measurer._methods) == {"generic"}  # takes each record by itself, always
+    assert set(learner.measurer.methods) == {"generic"}  # takes each record by itself, always
