@@ -1,23 +1,41 @@
-"""On a GPU machine: the step's information equals that on the CPU in float64, eager and captured in a CUDA graph."""
+"""On a GPU machine, in one call: everything that only a GPU can show, then the table of training_speed.py.
 
+Information equals that on the CPU in float64, eager and in a CUDA graph; noise has the cipher's bits; PrivateSGD's
+graphs give the eager sums, information and ledgers, a stopped training goes on to the same end, what cannot be captured
+is computed eagerly; audit and sweep run on the GPU. A check that fails does not stop the others.
+
+    python benchmarks/cuda_smoke.py [--only replayed noise] [--no-table] [words for training_speed.py]
+"""
+
+import argparse
 import contextlib
 import math
 import os
+import sys
 import tempfile
+import time
+import traceback
+import warnings
+from dataclasses import replace
+from unittest import mock
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for sums that are the same to the last bit
 
 import torch
+import training_speed
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import StepLR
 
 from reconbound._internal import chacha
-from reconbound._internal.rng import fresh_generator, random_states_kept, seeded
+from reconbound._internal.rng import derive, fresh_generator, random_states_kept, seeded
 from reconbound.accounting.amplification import PoissonTable, poisson_factors
 from reconbound.auditing import models as networks
 from reconbound.fisher import ProbeOptions, StepOptions, SumOptions, clipped_gradient_sum, step_information
+from reconbound.fisher.worlds import Replacement
 from reconbound.sweep.fleet.trainer import Fleet
 from reconbound.training.noise import by_cipher, draw, draw_for, draw_without_waiting
+from reconbound.training.private_sgd import PrivateSGD
 from reconbound.training.settings import Settings
 
 
@@ -104,8 +122,6 @@ def private_sgd() -> None:
     """A short private training on the GPU: the ledger fills, and a stopped run goes on to the same end.
 
     Noise depends on the bits of the sum, so that kernels must be deterministic for it."""
-    from reconbound.training.private_sgd import PrivateSGD, Settings
-
     torch.use_deterministic_algorithms(True)
 
     torch.manual_seed(1)
@@ -131,6 +147,135 @@ def private_sgd() -> None:
         exact, paper = whole.accountant.dfil("exact"), whole.accountant.dfil("paper")
         assert bool((exact <= paper).all())
         print(f"private SGD ok on {whole.device}: resumed within {gap:.1e}, exact below the paper's at every record")
+
+
+def learner_of(network, x, y, settings, *, fixed=True, kind=PrivateSGD, **options):
+    """A learner on the GPU, from the same start; fixed: as it is there by default, otherwise computed eagerly."""
+    torch.manual_seed(1)
+    one = kind(network().cuda().to(x.dtype), losses, x, y, settings, progress=False, **options)
+    if not fixed:
+        one.measurer.static = None
+    return one
+
+
+class SameNoise(PrivateSGD):
+    """Noise from the seed and step alone: to compare trainings whose sums are rounded otherwise."""
+
+    def _noise(self, total):
+        return draw(derive(self.seed, "noise", self.step), len(total), total.device)
+
+
+def flat(sums):
+    return torch.cat([value.flatten() for value in sums.values()])
+
+
+def replayed() -> None:
+    """Sums and information from graphs are the eager ones to 1e-5; ledgers agree after 200 steps."""
+    cases = {
+        "mnist": (networks.mnist_cnn, (1, 28, 28), 4_000, 0.05),
+        "cifar10": (networks.cifar10_cnn, (3, 32, 32), 1_000, 0.05),
+    }
+    for name, (network, shape, records, rate) in cases.items():
+        x, y = torch.rand(records, *shape).cuda(), torch.randint(0, 10, (records,)).cuda()
+        settings = Settings(0.7, 1.0, rate, lr=0.05, momentum=0.5, budget="every", seed=2**100)
+        both = [learner_of(network, x, y, settings, fixed=fixed) for fixed in (True, False)]
+        for step in range(4):
+            batch = both[0].sampler.batch(7, step)
+            sums = [flat(one.measurer.gradient_sum(batch)[0]) for one in both]
+            found = [one.measurer.information(batch, torch.Generator("cuda").manual_seed(step)) for one in both]
+            pairs = {"sum": sums, "sum of the same pass": [flat(each.gradient_sum) for each in found]}
+            for field in ("norm", "across", "along", "clipped_norm", "trace"):
+                pairs[field] = [getattr(each, field) for each in found]
+            for what, (a, b) in pairs.items():
+                gap = float((a.double() - b.double()).abs().max() / b.double().abs().max())
+                assert gap < 1e-5, (name, what, gap)
+        assert not both[0].measurer.static._sums.eager
+        assert not both[0].measurer.static._informed.eager
+        print(f"{name}: sums and information from a graph equal the eager ones to 1e-5 in float32")
+        kinds = ((torch.float64, "every", 1e-9), (torch.float64, 0.15, 1e-9), (torch.float32, 0.15, None))
+        for dtype, budget, limit in kinds:
+            own, chosen = x.to(dtype), replace(settings, budget=budget)
+            trained = [learner_of(network, own, y, chosen, fixed=f, kind=SameNoise).fit(STEPS) for f in (True, False)]
+            dfils = [one.accountant.dfil() for one in trained]
+            nats = [one.accountant.divergence() for one in trained]
+            gaps = [float((a / b - 1).abs().nan_to_num(0.0).max()) for a, b in (dfils, nats)]
+            assert torch.equal(*(one.accountant.measured() for one in trained)), (name, dtype)
+            assert limit is None or max(gaps) < limit, (name, dtype, budget, gaps)
+            print(f"{name}, {dtype}, budget {budget}: ledgers of 200 steps differ by {gaps[0]:.1e} and {gaps[1]:.1e}")
+
+
+STEPS = 200
+
+
+def replayed_worlds() -> None:
+    """Worlds, a diagonal, micro-batches, Adam with a schedule, data in main memory: as computed eagerly."""
+    x, y = torch.rand(900, 8, dtype=torch.float64), torch.randint(0, 3, (900,))
+    network = lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))  # noqa: E731
+    ways = {
+        "worlds": {"worlds": {"blank": Replacement(0.0), "two": Replacement([0.5], [2])}},
+        "diagonal": {"diagonal": "all"},
+        "Adam": {"optimizer": lambda p: torch.optim.Adam(p, lr=0.01), "schedule": lambda o: StepLR(o, 5)},
+    }
+    for name, options in ways.items():
+        settings = Settings(1.0, 1.0, 0.1, lr=0.1, budget=1.0, seed=2**100, micro_batch=16 if name == "Adam" else None)
+        both = [learner_of(network, x, y, settings, fixed=f, kind=SameNoise, **options).fit(60) for f in (True, False)]
+        a, b = (torch.cat([p.detach().flatten() for p in one.model.parameters()]) for one in both)
+        assert float((a - b).abs().max()) < 1e-9, name
+        states = [one.accountant.state() for one in both]
+        for key, value in states[1].items():
+            if value.is_floating_point() and value.numel() and bool(value.isfinite().all()):
+                gap = float((states[0][key].double() - value.double()).abs().max())
+                assert gap <= 1e-6 * float(value.double().abs().max()), (name, key, gap)
+        print(f"{name}: the same parameters and ledger at fixed shapes, from data in main memory")
+
+
+class Waiting(nn.Module):
+    """Reads a value in its forward pass, which no graph can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+
+    def forward(self, x):
+        return self.inner(x) * (1.0 if float(x.detach().abs().sum()) >= 0 else 2.0)
+
+
+def not_captured() -> None:
+    """A model that reads values is trained eagerly and says so; torch's generator and other graphs work afterwards."""
+    x, y = torch.rand(300, 8), torch.randint(0, 3, (300,))
+    settings = Settings(1.0, 1.0, 0.1, lr=0.1, budget="every", seed=2**100)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        one = learner_of(Waiting, x, y, settings).fit(20)
+    said = [str(w.message) for w in told if "computed eagerly" in str(w.message)]
+    assert 1 <= len(said) <= 2, said  # sums, and information
+    assert one.measurer.static._informed.eager
+    assert bool(torch.isfinite(torch.randn(5, device="cuda")).all())
+    learner_of(lambda: Waiting().inner, x, y, settings).fit(5)
+    print(f"not captured ok: {said[0][:160]}")
+
+
+def commands() -> None:
+    """audit and sweep, also --together, as a user calls them: on this GPU without being asked to."""
+    from reconbound.cli.app import main as command
+
+    with tempfile.TemporaryDirectory() as folder:
+        calls = [
+            ["audit", "digits", "--steps", "120", "--runs", "2", "--quiet", "--out", f"{folder}/audit"],
+            ["sweep", "wine", "--grid", "lr=0.1,0.3", "--steps", "40,80", "--out", f"{folder}/sweep"],
+            ["sweep", "digits", "--grid", "lr=0.1,0.3", "--steps", "40", "--together", "2", "--out", f"{folder}/both"],
+        ]
+        for words in calls:
+            before, begun = torch.cuda.memory_stats()["allocation.all.allocated"], time.perf_counter()
+            with mock.patch.object(sys, "argv", ["reconbound", *words]):
+                try:
+                    command()
+                except SystemExit as end:
+                    if end.code:
+                        raise RuntimeError(f"{words} ended with {end.code}") from end
+            own, what = torch.cuda.memory_stats()["allocation.all.allocated"] - before, " ".join(words[:2])
+            print(f"{what}: {time.perf_counter() - begun:.1f} s, {own} allocations on the GPU in this process")
+            assert own > 0 or words[0] == "sweep", words  # workers of a sweep are processes of their own
 
 
 def _stop_at_17(model):
@@ -212,9 +357,8 @@ def clipped_in_every_precision() -> None:
         print(f"{name}: largest contribution {size:.6f} C")
 
 
-def main() -> None:
-    torch.manual_seed(0)
-    clipped_in_every_precision()
+def information() -> None:
+    """Information on the GPU, eager and in a graph, is that of the CPU to 1e-9 in float64."""
     normed = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.GELU(), nn.Flatten(), nn.LayerNorm(7200), nn.Linear(7200, 10)
     )
@@ -260,19 +404,57 @@ def main() -> None:
         for n, v in plain.items():
             assert torch.allclose(v, there.gradient_sum[n], rtol=1e-9, atol=1e-12), (name, n)
         print(name, "ok: CPU, CUDA and CUDA graph agree to 1e-9")
-    noise()
-    generators()
     sampled_probes(cases)
-    fleets("cuda")
-    private_sgd()
-    torch.use_deterministic_algorithms(False)
+
+
+def factors() -> None:
+    """Subsampling factors on the GPU are those of the quadrature."""
     table = PoissonTable(0.01).prepare("cuda", torch.float64)
     m = torch.linspace(0, 30, 1000, dtype=torch.float64, device="cuda")
     across, along = table(m)
     exact = poisson_factors(m.cpu().numpy(), 0.01)
     assert abs(across.cpu().numpy() / exact[0] - 1).max() < 1e-9
     assert abs(along.cpu().numpy() / exact[1] - 1).max() < 1e-9
-    print("factors ok", torch.__version__, torch.cuda.get_device_name())
+    print("factors ok")
+
+
+CHECKS = {
+    "noise": noise,
+    "replayed": replayed,
+    "replayed_worlds": replayed_worlds,
+    "not_captured": not_captured,
+    "private_sgd": private_sgd,
+    "commands": commands,
+    "information": information,
+    "generators": generators,
+    "fleets": lambda: fleets("cuda"),
+    "factors": factors,
+    "clipped": clipped_in_every_precision,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=CHECKS, default=[*CHECKS])
+    parser.add_argument("--no-table", action="store_true", help="without training_speed.py, to which other words go")
+    asked, others = parser.parse_known_args()
+    print(torch.__version__, torch.cuda.get_device_name(), flush=True)
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    failed = []
+    for name in asked.only:
+        torch.manual_seed(0)
+        begun = time.perf_counter()
+        try:
+            CHECKS[name]()
+        except Exception:  # the others are wanted all the same: time on a GPU is short
+            failed.append(name)
+            traceback.print_exc()
+        torch.use_deterministic_algorithms(False)
+        print(f"--- {name}: {'FAILED' if name in failed else 'ok'}, {time.perf_counter() - begun:.0f} s", flush=True)
+    if not asked.no_table:
+        training_speed.main(others)
+    print("failed: " + ", ".join(failed) if failed else "all checks passed")
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":

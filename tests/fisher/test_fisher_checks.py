@@ -112,7 +112,7 @@ def test_losses_that_are_not_one_per_record() -> None:
         r'one loss per record, shape \(B,\), got a single number: it was reduced over the batch, use reduction="none"'
     )
     for loss in (nn.CrossEntropyLoss(), lambda o, t: cross_entropy(o, t).mean().reshape(1)):
-        for method in ("layers", "generic"):
+        for method in ("layers", "mixed", "generic"):
             refused(single, model, loss, x, y, method=method)
     refused(single, model, nn.CrossEntropyLoss(), x[:1], y[:1])
     refused(r"shape \(B,\), got \(B, 4\): sum or average it over each record", model, lambda o, t: o.square(), x, y)
@@ -120,7 +120,7 @@ def test_losses_that_are_not_one_per_record() -> None:
     refused("loss_fn must return a floating-point tensor .*got torch.int64", model, lambda o, t: o.argmax(1), x, y)
 
 
-@pytest.mark.parametrize("method", ["auto", "generic"])
+@pytest.mark.parametrize("method", ["auto", "mixed", "generic"])
 def test_gradients_that_do_not_depend_on_the_private_part(method: Any) -> None:
     _, x, y = small()
     message = r"the gradient does not depend on the private part \(input\): look for detach\(\)"
@@ -182,7 +182,7 @@ def _squared(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs.squeeze(-1) - targets).square()
 
 
-@pytest.mark.parametrize("method", ["layers", "generic"])
+@pytest.mark.parametrize("method", ["layers", "mixed", "generic"])
 @pytest.mark.parametrize("more", [{}, {"diagonal": True}, {"probes": 3}])
 def test_private_target_needs_no_second_dimension(method: Any, more: dict[str, Any]) -> None:
     """I = ‖∂g̃/∂y‖²/(σC)², with the Jacobian of each record's clipped gradient taken by autograd."""

@@ -104,7 +104,7 @@ def test_all_directions_give_the_exact_value() -> None:
     assert torch.allclose(got.diagonal, exact.diagonal, rtol=1e-10)
 
 
-@pytest.mark.parametrize("method", ["layers", "generic"])
+@pytest.mark.parametrize("method", ["layers", "mixed", "generic"])
 @pytest.mark.slow
 def test_spectral_norm_by_power_iteration(method: Any) -> None:
     model, x, y = small()
@@ -151,7 +151,7 @@ def test_paper_estimator_is_unbiased() -> None:
     assert ((ratio - 1).abs() < 0.15).all()
 
 
-@pytest.mark.parametrize("method", ["layers", "generic"])
+@pytest.mark.parametrize("method", ["layers", "mixed", "generic"])
 def test_micro_batches_change_nothing(method: Any) -> None:
     model, x, y = small()
     kw: dict[str, Any] = {"probes": 3, "diagonal": True, "spectral": 3, "method": method}
@@ -173,7 +173,7 @@ def test_micro_batches_change_nothing(method: Any) -> None:
             assert torch.allclose(parts.gradient_sum[name], total, rtol=1e-12)
 
 
-@pytest.mark.parametrize("method", ["layers", "generic"])
+@pytest.mark.parametrize("method", ["layers", "mixed", "generic"])
 def test_masked_records_are_padding(method: Any) -> None:
     model, x, y = small()
     mask = torch.tensor([1, 0, 1, 1, 0, 1, 0, 1])
@@ -188,7 +188,7 @@ def test_masked_records_are_padding(method: Any) -> None:
         assert torch.allclose(got.gradient_sum[name], total, rtol=1e-12)
 
 
-@pytest.mark.parametrize("method", ["layers", "generic"])
+@pytest.mark.parametrize("method", ["layers", "mixed", "generic"])
 @pytest.mark.parametrize("clip", ["smooth", "hard"])
 @pytest.mark.slow
 def test_a_record_with_zero_gradient(method: Any, clip: Any) -> None:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from cases import CASES, Case
 from measuring import measure, sum_clipped
-from reconbound.fisher import DenseInformation, Private, dense_information, draw_probes
+from reconbound.fisher import DenseInformation, Private, covering_method, dense_information, draw_probes
+from reconbound.fisher.passes.convolutions import by_shifts
 from reconbound.fisher.passes.layers import ConvRule
-from reconbound.validate.private import Problem, trainable
+from reconbound.validate.private import Problem, as_private, trainable
 from small_models import RECORDS
 
 NOISE = 0.7
@@ -99,7 +100,17 @@ def test_generic_equals_dense(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_mixed_equals_dense(case: Case) -> None:
+    """Also where the layer rules would do: a record is then a batch of one for the model, and a row for the rules."""
+    compare(case, "smooth", "near", method="mixed", micro_batch=3)
+    compare(case, "hard", "near", method="mixed")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_rules_cover_what_they_should(case: Case) -> None:
+    model, inputs, targets = case.make()
+    expected = "auto" if case.layers else "mixed" if case.mixed else "generic"
+    assert covering_method(model, case.loss, inputs, targets, as_private(case.private)) == expected
     if case.layers:
         fast(case, "smooth", "near", method="layers")
     else:
@@ -111,7 +122,7 @@ def test_rules_cover_what_they_should(case: Case) -> None:
 def test_clipped_sum(case: Case) -> None:
     model, inputs, targets = case.make()
     want = fast(case, "hard", "near")
-    for kw in ({"micro_batch": 3}, {"method": "generic"}):
+    for kw in ({"micro_batch": 3}, {"method": "generic"}, {"method": "mixed"}):
         got = sum_clipped(model, case.loss, inputs, targets, max_grad_norm=clip_norm(case, "near"), clip="hard", **kw)
         assert torch.allclose(got.norm, want.norm, rtol=1e-10)
         assert torch.allclose(got.factor, want.factor, rtol=1e-10)
@@ -123,6 +134,25 @@ def test_clipped_sum(case: Case) -> None:
 def test_the_table_is_wide_enough() -> None:
     assert len(CASES) >= 25
     assert len({c.name for c in CASES}) == len(CASES)
+
+
+@pytest.mark.parametrize("size", [(9, 11), (12, 10), (13, 13)])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding"),
+    [((8, 8), 2, (2, 2)), ((4, 2), 2, (0, 1)), ((4, 4), 4, (3, 0)), ((3, 6), 3, (0, 0)), ((2, 2), 2, (1, 1))],
+)
+def test_transpose_by_shifts(kernel: Any, stride: int, padding: Any, size: Any) -> None:
+    """⟨conv(a), δ⟩ = ⟨a, transpose(δ)⟩, also where the last rows and columns meet no kernel."""
+    draw = torch.Generator().manual_seed(0)
+    rule = ConvRule(kernel, (stride, stride), padding, (1, 1), 1)
+    a = torch.randn(3, 2, *size, dtype=torch.float64, generator=draw)
+    weight = torch.randn(4, 2, *kernel, dtype=torch.float64, generator=draw)
+    output = rule.apply(a, weight)
+    delta = torch.randn(output.shape, dtype=torch.float64, generator=draw)
+    found = by_shifts(delta, weight, a.shape, stride, padding)
+    want = torch.nn.grad.conv2d_input(a.shape, weight, delta, stride, padding)
+    torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(rule.transpose(delta, weight, a.shape), want, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from measuring import measure
+from measuring import measure, sum_clipped
 from reconbound import PrivateSGD, Settings
 from reconbound.validate import check_batch
+from small_models import VisionTransformer, fresh
 
 loss_fn = nn.CrossEntropyLoss(reduction="none")
 
@@ -77,3 +78,34 @@ def test_probes_of_every_kind_measure_models_in_half_precision(dtype: torch.dtyp
     exact = measure(wide, loss_fn, x.double(), y, generator=torch.Generator().manual_seed(2), **settings)
     far = (found.trace.double() - exact.trace).abs()
     assert bool((far <= 5 * (found.across_error.double() + exact.across_error) + 0.02 * exact.trace).all())
+
+
+class Half(nn.Module):
+    """A vision transformer under autocast, with a class token, positions and scales that are plain parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.half = fresh(VisionTransformer()), True
+
+    def forward(self, images: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.half):
+            return self.body(images).float()
+
+
+def test_autocast_with_plain_parameters_is_clipped_and_close_to_float32() -> None:
+    """(The generic way cannot take this model: its attention meets two precisions in the backward pass.)"""
+    torch.manual_seed(0)
+    model, x, y = Half(), torch.randn(8, 2, 4, 4), torch.arange(8) % 3
+    clip = 0.5 * float(measure(model, loss_fn, x, y, max_grad_norm=1.0, noise_multiplier=1.0).norm.median())
+    for i in range(len(x)):
+        one = sum_clipped(model, loss_fn, x[i : i + 1], y[i : i + 1], max_grad_norm=clip, clip="hard")
+        size = torch.cat([v.double().flatten() for v in one.gradient_sum.values()]).norm()
+        assert size <= clip * (1 + 1e-5)
+    step: dict[str, Any] = {"max_grad_norm": 1e3, "noise_multiplier": 1e-3, "clip": "hard"}
+    axes = list(torch.eye(32).reshape(32, 2, 4, 4) * 32**0.5)
+    step |= {"probe": "inputs", "deflate": 0, "directions": axes, "error": "bound"}
+    short = measure(model, loss_fn, x, y, **step)
+    model.half = False
+    exact = measure(model, loss_fn, x, y, **step)
+    for part in ("norm", "trace"):
+        assert float((getattr(short, part) / getattr(exact, part) - 1).abs().max()) < 0.1

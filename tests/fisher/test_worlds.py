@@ -95,7 +95,7 @@ def clipped_gradients(model: nn.Module, x: Tensor, y: Tensor, bound: float, clip
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("method", ["auto", "generic"])
+@pytest.mark.parametrize("method", ["auto", "mixed", "generic"])
 @pytest.mark.parametrize("clip", ["hard", "smooth"])
 @pytest.mark.parametrize("name", [*CASES])
 def test_distances_are_those_of_gradients_formed_by_autograd(name: str, clip: Any, method: Any) -> None:
@@ -190,7 +190,7 @@ def test_replacement_of_one_of_several_inputs() -> None:
     assert [part.item() for part in pair] == [2, 0]
 
 
-@pytest.mark.parametrize("method", ["auto", "generic"])
+@pytest.mark.parametrize("method", ["auto", "mixed", "generic"])
 def test_a_world_that_writes_into_its_batch_changes_no_other(method: Any) -> None:
     """Without copies the distances to it and to later worlds were several times too small."""
     model, x, y, _ = problem("mlp")

@@ -16,8 +16,12 @@ from small_models import (
     TRANSFORMER,
     Doubled,
     Squared,
+    VisionTransformer,
     attention,
+    classes,
     cross_entropy,
+    distance_bias,
+    fresh,
     frozen,
     functional_weight,
     fused_attention,
@@ -25,6 +29,7 @@ from small_models import (
     inner_gradient,
     inner_tangent,
     inner_vmap,
+    masked_attention,
     multihead,
     normal,
     normed_weight,
@@ -45,12 +50,13 @@ from small_models import (
 
 @dataclass(frozen=True)
 class Case:
-    """One row: build() gives (model, inputs, targets); layers says whether the rules should cover it,
-    forward_mode whether PyTorch has forward-mode derivatives for it."""
+    """One row: build() gives (model, inputs, targets); layers says whether the rules should cover it, mixed whether
+    they should with copies of parameters, forward_mode whether PyTorch has forward-mode derivatives for it."""
 
     name: str
     build: Callable[[], tuple[nn.Module, Any, Any]]
     layers: bool = True
+    mixed: bool = True
     forward_mode: bool = True
     loss: Callable[[Any, Any], Tensor] = cross_entropy
     private: Private | Tensor | str | None = None
@@ -203,7 +209,6 @@ CASES = [
             attention=lambda: nn.MultiheadAttention(4, 2, batch_first=True),
             head=lambda: nn.Linear(4, 3),
         ),
-        layers=False,
     ),
     Case(
         "scaled dot product attention",
@@ -217,6 +222,112 @@ CASES = [
             layer=lambda: nn.TransformerEncoderLayer(4, 2, 4, dropout=0.0, batch_first=True, activation="gelu"),
             head=lambda: nn.Linear(4, 3),
         ),
+    ),
+    Case(
+        "multihead attention, weights wanted, masked",
+        wrap(
+            lambda: (normal(3, 4), torch.arange(RECORDS * 3).reshape(RECORDS, 3) % 7 == 1),
+            masked_attention,
+            attention=lambda: nn.MultiheadAttention(4, 2, batch_first=True),
+            head=lambda: nn.Linear(4, 3),
+        ),
+        private=Private("input", 0),
+    ),
+    Case(
+        "attention to other places",
+        wrap(
+            (4, 4),
+            lambda m, x: m.head(m.attention(x[:, :2], x, x)[0].flatten(1)),
+            attention=lambda: nn.MultiheadAttention(4, 2, batch_first=True),
+            head=lambda: nn.Linear(8, 3),
+        ),
+        layers=False,
+    ),
+    Case("vision transformer", lambda: (fresh(VisionTransformer()), normal(2, 4, 4), classes()), layers=False),
+    Case(
+        "gates and scales",
+        wrap(
+            (3, 4),
+            lambda m, x: m.head((x + torch.sigmoid(m.gate) * torch.tanh(m.a(x)) * m.scale).mean(1) / m.temperature),
+            a=lambda: nn.Linear(4, 4),
+            gate=lambda: nn.Parameter(torch.ones(())),
+            scale=lambda: nn.Parameter(torch.ones(4)),
+            temperature=lambda: nn.Parameter(torch.ones(1)),
+            head=lambda: nn.Linear(4, 3),
+        ),
+        layers=False,
+    ),
+    Case(
+        "positions, as many as records",
+        wrap(
+            (RECORDS, 3),
+            lambda m, x: m.head(torch.tanh(m.a(x + m.places)).mean(1)),
+            a=lambda: nn.Linear(3, 3),
+            places=lambda: nn.Parameter(torch.ones(RECORDS, 3)),
+            **LINEAR3,
+        ),
+        layers=False,
+    ),
+    Case(
+        "a layer's weight also as a scale",
+        wrap(
+            (4,),
+            lambda m, x: m.head(torch.tanh(m.a(x)) * m.a.weight.mean(1)),
+            a=lambda: nn.Linear(4, 3),
+            **LINEAR3,
+        ),
+        layers=False,
+    ),
+    Case(
+        "a layer's bias added once more",
+        wrap((4,), lambda m, x: m.head(torch.tanh(m.a(x)) + m.a.bias), a=lambda: nn.Linear(4, 3), **LINEAR3),
+        layers=False,
+    ),
+    Case(
+        "low-rank change of a frozen layer",
+        frozen(
+            "a.weight",
+            "a.bias",
+            make=wrap(
+                (4,),
+                lambda m, x: m.head(torch.tanh(m.a(x) + x @ m.down @ m.up)),
+                a=lambda: nn.Linear(4, 3),
+                down=lambda: nn.Parameter(torch.ones(4, 2)),
+                up=lambda: nn.Parameter(torch.ones(2, 3)),
+                **LINEAR3,
+            ),
+        ),
+        layers=False,
+    ),
+    Case(
+        "adapter beside a frozen layer",
+        frozen(
+            "a.weight",
+            "a.bias",
+            make=wrap(
+                (4,),
+                lambda m, x: m.head(torch.tanh(m.a(x) + m.up(m.down(x)))),
+                a=lambda: nn.Linear(4, 3),
+                down=lambda: nn.Linear(4, 2, bias=False),
+                up=lambda: nn.Linear(2, 3, bias=False),
+                **LINEAR3,
+            ),
+        ),
+    ),
+    Case(
+        "bias by distance, from a table",
+        wrap((3, 4), distance_bias, table=lambda: nn.Parameter(torch.ones(5)), **TRANSFORMER),
+        layers=False,
+    ),
+    Case(
+        "learnt slope of an activation",
+        plain((4,), nn.Linear(4, 4), nn.PReLU(4), nn.Linear(4, 3)),
+        layers=False,
+        forward_mode=False,
+    ),
+    Case(
+        "transposed convolution",
+        plain((2, 3), nn.Conv1d(2, 3, 2), nn.Tanh(), nn.ConvTranspose1d(3, 2, 2), nn.Flatten(), nn.Linear(6, 3)),
         layers=False,
     ),
     Case("shared weight", tied_layers),
@@ -362,10 +473,23 @@ CASES = [
         private=Private("module", "embed"),
     ),
     Case(
-        "gradient inside the model", wrap((3,), inner_gradient, first=lambda: nn.Linear(3, 3), **LINEAR3), layers=False
+        "gradient inside the model",
+        wrap((3,), inner_gradient, first=lambda: nn.Linear(3, 3), **LINEAR3),
+        layers=False,
+        mixed=False,
     ),
-    Case("tangent inside the model", wrap((3,), inner_tangent, first=lambda: nn.Linear(3, 3), **LINEAR3), layers=False),
-    Case("vmap inside the model", wrap((2, 3), inner_vmap, first=lambda: nn.Linear(3, 3), **LINEAR3), layers=False),
+    Case(
+        "tangent inside the model",
+        wrap((3,), inner_tangent, first=lambda: nn.Linear(3, 3), **LINEAR3),
+        layers=False,
+        mixed=False,
+    ),
+    Case(
+        "vmap inside the model",
+        wrap((2, 3), inner_vmap, first=lambda: nn.Linear(3, 3), **LINEAR3),
+        layers=False,
+        mixed=False,
+    ),
     Case("label private", soft_targets, private="target"),
     Case(
         "some features, mask",

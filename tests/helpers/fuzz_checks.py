@@ -187,7 +187,9 @@ def _check_choice(draw: Draw, i: int, keep: list[int], tally: Tally) -> Iterator
         return
     tally.counts["choices of a method"] += 1
     batches = (draw.inputs, draw.targets), chosen((draw.inputs, draw.targets), keep)
-    if len({covering_method(draw.model, draw.loss_fn, *batch, Private("nothing")) for batch in batches}) > 1:
+    methods = [covering_method(draw.model, draw.loss_fn, *batch, Private("nothing")) for batch in batches]
+    tally.counts[f"choices of {methods[0]}"] += 1
+    if len(set(methods)) > 1:
         own, other = (clipped(draw, keep, method=method).gradient_sum for method in ("auto", "generic"))
         off = size({k: own[k].double() - other[k].double() for k in own})
         if off > 1e-3 * sensitivity(draw.clip) * draw.max_grad_norm:

@@ -2,23 +2,23 @@
 
 python tests/helpers/fuzz_models.py --draws 2000 --seed 0     counts by kind, the worst ratios, and every violation
 python tests/helpers/fuzz_models.py --draws 1 --seed 1234     one draw again, printed in full
+python tests/helpers/fuzz_models.py --draws 500 --parameters  with blocks that have parameters outside known layers
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
+
+from fuzz_blocks import BLOCKS, OWN_PARAMETERS, WIDTH
 
 DTYPES = (torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.float16)
-WIDTH = 4  # of the hidden vectors
 
 
 @dataclass
@@ -44,189 +44,17 @@ class Draw:
         return f"seed {self.seed}: {' '.join(self.tags)}; {what}; mask {self.mask}; {self.model}"
 
 
-class Block(nn.Module):
-    """One step of a body, (B, T, WIDTH) → (B, T', WIDTH): the subclasses are the kinds that are drawn from."""
-
-    def __init__(self, rng: random.Random) -> None:
-        super().__init__()
-        self.act = rng.choice([torch.tanh, torch.sigmoid, F.softplus, F.gelu, F.silu, lambda x: x])
-        self.make(rng)
-
-    def make(self, rng: random.Random) -> None:
-        self.layer = nn.Linear(WIDTH, WIDTH, bias=rng.random() < 0.7)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.layer(x))
-
-
-class Plain(Block):
-    pass
-
-
-class Residual(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.act(self.layer(x))
-
-
-class Twice(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(self.act(self.layer(x)))
-
-
-class Transposed(Block):
-    """The weight once as it is and once transposed, by hand."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.act(self.layer(x)), self.layer.weight.T)
-
-
-class Frozen(Block):
-    def make(self, rng: random.Random) -> None:
-        super().make(rng)
-        self.layer.requires_grad_(False)
-
-
-class Flattened(Block):
-    """Records and places in one dimension while the layer is applied."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.layer(x.reshape(-1, WIDTH))).reshape(x.shape)
-
-
-class Turned(Block):
-    """Records in the other order while the layer is applied."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.layer(x.flip(0)).flip(0))
-
-
-class PlacesFirst(Block):
-    """(T, B, WIDTH), as recurrent layers have it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.layer(x.transpose(0, 1)).transpose(0, 1))
-
-
-class TiedBias(Block):
-    def make(self, rng: random.Random) -> None:
-        self.layer, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.other.bias = self.layer.bias
-        if rng.random() < 0.5:
-            self.other.weight = self.layer.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.other(self.act(self.layer(x)))
-
-
-class WeightAsBias(Block):
-    def make(self, rng: random.Random) -> None:
-        self.layer, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
-        self.norm.weight = self.layer.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.norm(self.layer(x)))
-
-
-class ByHand(Block):
-    """Parameters that no layer holds: a scale, an einsum, a sum."""
-
-    def make(self, rng: random.Random) -> None:
-        self.scale, self.shift = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.ones(()))
-        self.mix = nn.Parameter(torch.ones(WIDTH, WIDTH))
-        self.how = rng.choice(["scale", "einsum", "matmul"])
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.how == "scale":
-            return self.act(x * self.scale + self.shift)
-        return self.act(torch.einsum("btk,ok->bto", x, self.mix) if self.how == "einsum" else x @ self.mix) * self.shift
-
-
-class Parametrized(Block):
-    def make(self, rng: random.Random) -> None:
-        self.layer = parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
-
-
-class Mixed(Block):
-    """Autocast inside the model."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16) if x.dtype == torch.float32 else nullcontext():
-            return self.act(self.layer(x)).to(x.dtype)
-
-
-class Normed(Block):
-    def make(self, rng: random.Random) -> None:
-        self.shape = rng.choice(["layer", "group", "layer"])
-        kinds: dict[str, Callable[[], nn.Module]] = {
-            "layer": lambda: nn.LayerNorm(WIDTH, bias=rng.random() < 0.7),
-            "group": lambda: nn.GroupNorm(rng.choice([1, 2]), WIDTH),
-        }
-        self.layer = kinds[self.shape]()
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.shape == "group":
-            return self.act(self.layer(x.transpose(1, 2)).transpose(1, 2))
-        return self.act(self.layer(x))
-
-
-class NormedPlaces(Block):
-    """LayerNorm over places and features; needs to know how many places there are."""
-
-    def make(self, rng: random.Random) -> None:
-        self.layer = nn.LayerNorm([WIDTH // 2, 2])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.layer(x.unflatten(2, (WIDTH // 2, 2))).flatten(2))
-
-
-class Convolved(Block):
-    def make(self, rng: random.Random) -> None:
-        same = rng.random() < 0.4
-        self.layer = nn.Conv1d(
-            WIDTH,
-            WIDTH,
-            rng.choice([1, 2, 3]),
-            stride=1 if same else rng.choice([1, 2]),
-            padding="same" if same else rng.choice([1, 2, 3]),
-            dilation=1 if same else rng.choice([1, 1, 2]),
-            groups=rng.choice([1, 1, 2, 4]),
-            bias=rng.random() < 0.7,
-            padding_mode=rng.choice(["zeros", "zeros", "replicate"]) if not same else "zeros",
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.transpose(1, 2)
-        reach = (self.layer.kernel_size[0] - 1) * self.layer.dilation[0] + 1
-        return self.act(self.layer(F.pad(x, (0, max(0, reach - x.shape[2])))).transpose(1, 2))
-
-
-class Attention(Block):
-    def make(self, rng: random.Random) -> None:
-        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = self.query(x) @ self.key(x).transpose(1, 2) / WIDTH**0.5
-        return x + torch.softmax(scores, -1) @ self.value(x)
-
-
-class Heads(Block):
-    def make(self, rng: random.Random) -> None:
-        self.layer = nn.MultiheadAttention(WIDTH, 2, batch_first=True, bias=rng.random() < 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.layer(x, x, x, need_weights=False)[0]
-
-
-BLOCKS = (Plain, Residual, Twice, Transposed, Frozen, Flattened, Turned, PlacesFirst, TiedBias, WeightAsBias, ByHand)
-BLOCKS += (Parametrized, Mixed, Normed, NormedPlaces, Convolved, Attention, Heads)
 STEMS = ("vectors", "places", "line", "image", "volume", "tokens", "pair", "named")
 POOLS = ("mean", "difference", "weighted", "all", "last")
 
 
 class Body(nn.Module):
-    """A stem that makes vectors of the input, blocks, a sum over places, and a last layer."""
+    """A stem that makes vectors of the input, blocks, a sum over places, and a last layer.
 
-    def __init__(self, rng: random.Random, stem: str) -> None:
+    more: draws one or two blocks with parameters outside known layers, at any place.
+    """
+
+    def __init__(self, rng: random.Random, stem: str, more: random.Random | None = None) -> None:
         super().__init__()
         self.stem, self.pool = stem, rng.choice(POOLS)
         self.outputs = rng.choice([1, 3])
@@ -244,6 +72,8 @@ class Body(nn.Module):
         elif stem in ("vectors", "places", "pair") and rng.random() < 0.7:
             self.enter = nn.Linear(WIDTH, WIDTH, bias=rng.random() < 0.7)
         self.blocks = nn.ModuleList(rng.choice(BLOCKS)(rng) for _ in range(rng.choice([0, 1, 1, 2, 3])))
+        for _ in range(0 if more is None else more.choice([1, 1, 2])):
+            self.blocks.insert(more.randint(0, len(self.blocks)), more.choice(OWN_PARAMETERS)(more))
         self.last: nn.Module | None = nn.LazyLinear(self.outputs) if rng.random() < 0.7 else None
         if self.table is not None and rng.random() < 0.4:  # the table reads the result out
             self.last = nn.Linear(WIDTH, 7, bias=False)
@@ -314,8 +144,12 @@ def values(rng: random.Random, generator: torch.Generator, shape: tuple[int, ...
     return draw * power(rng, 8)
 
 
-def make_draw(seed: int) -> Draw:
-    """Returns the draw of that seed. Nothing else decides it, and torch's global generator is left alone."""
+def make_draw(seed: int, *, parameters: bool = False) -> Draw:
+    """Returns the draw of that seed. Nothing else decides it, and torch's global generator is left alone.
+
+    parameters: with blocks that have parameters outside known layers. (They are drawn apart, so that the draws without
+    them, some of which once failed, stay what they are.)
+    """
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     state = torch.get_rng_state()
     dtype, stem = rng.choice(DTYPES), rng.choice(STEMS)
@@ -327,7 +161,7 @@ def make_draw(seed: int) -> Draw:
         "image": (2, rng.choice([2, 3]), 3),
         "volume": (2, 3, 3, 2 + places % 2 + 1),
     }
-    model = Body(rng, stem)
+    model = Body(rng, stem, random.Random(f"{seed} parameters") if parameters else None)
     x = values(rng, generator, (records, *shapes.get(stem, (places, WIDTH))), tags)
     tokens = torch.randint(0, 7, (records, places), generator=generator)
     inputs: Any = x.to(dtype)
@@ -400,11 +234,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Checks random models; prints counts and every violation.")
     parser.add_argument("--draws", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0, help="of the first draw; the others follow")
+    parser.add_argument("--parameters", action="store_true", help="with parameters outside known layers")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     tally = fuzz_checks.Tally()
     for seed in range(arguments.seed, arguments.seed + arguments.draws):
-        draw = make_draw(seed)
+        draw = make_draw(seed, parameters=arguments.parameters)
         if arguments.draws == 1:
             print(draw)
         for fault in fuzz_checks.check_draw(draw, tally):

@@ -110,6 +110,43 @@ def multihead(m: Any, x: Tensor) -> Tensor:
     return m.head(m.attention(x, x, x)[0].mean(1))
 
 
+def masked_attention(m: Any, x: Tensor, padding: Tensor) -> Tensor:
+    ahead = torch.triu(torch.ones(x.shape[1], x.shape[1], dtype=torch.bool), 2)
+    output, weights = m.attention(x, x, x, key_padding_mask=padding, attn_mask=ahead)
+    return m.head((output + weights.sum(2, keepdim=True)).mean(1))
+
+
+def distance_bias(m: Any, h: Tensor) -> Tensor:
+    """Attention whose scores get a learnt number for each distance between two places."""
+    q, k, v = m.qkv(m.norm1(h)).chunk(3, -1)
+    places = torch.arange(h.shape[1])
+    bias = m.table[(places[:, None] - places[None]) + 2]
+    return m.head((h + torch.softmax(q @ k.transpose(1, 2) / 2 + bias, -1) @ v).mean(1))
+
+
+class VisionTransformer(nn.Module):
+    """A vision transformer of one block: class token, position embedding and layer scale are plain parameters."""
+
+    def __init__(self, size: int = 4, channels: int = 2, patch: int = 2, width: int = 4, heads: int = 2) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(channels, width, patch, stride=patch)
+        self.token = nn.Parameter(torch.zeros(1, 1, width))
+        self.places = nn.Parameter(torch.zeros(1, 1 + (size // patch) ** 2, width))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
+        self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(width)) for _ in range(2))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.places
+        h = self.norms[0](x)
+        x = x + self.scales[0] * self.attention(h, h, h, need_weights=False)[0]
+        x = x + self.scales[1] * self.down(F.gelu(self.up(self.norms[1](x))))
+        return self.head(self.norms[2](x)[:, 0])
+
+
 def tied_layers() -> tuple[nn.Module, Any, Any]:
     def forward(m: Any, x: Tensor) -> Tensor:
         return m.head(torch.tanh(m.b(torch.tanh(m.a(x)))))

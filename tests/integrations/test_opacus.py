@@ -37,7 +37,7 @@ def wrapped(mode: str) -> tuple[nn.Module, nn.Module, Any]:
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("mode", ["hooks", "functorch"])
 @pytest.mark.parametrize("which", ["wrapped", "inner"])
-@pytest.mark.parametrize("method", ["layers", "generic"])
+@pytest.mark.parametrize("method", ["layers", "mixed", "generic"])
 def test_opacus_models_are_measured_as_they_are(mode: str, which: str, method: str) -> None:
     model, inner, optimizer = wrapped(mode)
     x, y = data()

@@ -28,7 +28,7 @@ from reconbound.report.text import success_notes
 from reconbound.report.view import View
 
 #: People's income has no declared range.
-INFERRED = "If every range were known without the data (here income was read off it): "
+INFERRED = "Suppose that an attacker knows the ranges that were read off the data, and guesses the "
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +64,7 @@ def test_limits_come_before_estimates_and_unmeasured_records_have_the_mechanisms
     run, leakage = read_audit(folder)
     assert leakage.nats is not None
     assert leakage.nats_measured is not None
+    leakage = replace(leakage, nats=0.1 * leakage.nats)  # far from what the mechanism allows
     upper = torch.full_like(leakage.nats, torch.inf)
     upper[1, :30] = 2 * leakage.nats[1, :30]
     times = leakage.nats_measured.clone()
@@ -81,11 +82,11 @@ def test_limits_come_before_estimates_and_unmeasured_records_have_the_mechanisms
     assert (found.row(age)["without_limit"], found.row(found.worlds[0])["without_limit"]) == (9, 40)
     worlds = [{**w, "kind": "private"} if w["name"] == "income" else w for w in leakage.facts["worlds"]]  # age leads
     told = replace(leakage, nats_upper=upper, nats_measured=times, facts={**leakage.facts, "worlds": worlds})
-    assert headline(View(run, told))[-1].endswith(
+    assert headline(View(run, told))[-2].endswith(
         ", at 95 % confidence for each record, except for 9 records with an estimate only."
     )
     upper[1] = leakage.nats[1]
-    assert headline(View(run, told))[-1].endswith("at 95 % confidence for each record.")
+    assert headline(View(run, told))[-2].endswith("at 95 % confidence for each record.")
 
 
 def test_the_first_sentence_says_what_the_table_and_the_json_say(
@@ -99,18 +100,19 @@ def test_the_first_sentence_says_what_the_table_and_the_json_say(
     row = found.row(lead)
     median, p99, most = (format_percent(row[name]) for name in ("median", "p99", "max"))
     first, second, third = headline(view)[-3:]
-    assert first.removeprefix(INFERRED) == (
-        f"whoever could guess the {lead.name} of a record with a chance of 10% from a model trained without that value "
-        f"can do so from this model with at most {median} (the better-protected half of the records), {p99} (all but 1 "
-        f"in 100) and {most} (the most exposed)."
+    assert first == (
+        f"{INFERRED}{lead.name} of a record with a chance of 10% from a model that was trained with {lead.reference} in "
+        "its place."
     )
-    assert second.startswith(f"Averaged over the records, a guess of {lead.name} errs by at least ±")
-    assert third.startswith("This binds every attacker; ")
+    assert p99 == most  # of 40 records
+    assert second.startswith(f"With this model the chance is at most {median} for half of the records and {most} for ")
+    assert third.startswith(f"Averaged over the records, a guess of {lead.name} errs by at least ±")
     page = html.unescape((folder / REPORT).read_text())
     assert first in page
     assert page.index(first) < page.index('id="success"') < page.index('id="unbiased"') < page.index('id="floors"')
     table = page[page.index('id="success"') : page.index('id="unbiased"')]
     assert f'<td>{lead.name}<div class="unit">in its place: {lead.reference}</div></td>' in table
+    assert '<td>anything about the record<div class="unit">without the record</div></td>' in table
     assert most in table
     assert command(["show", str(folder), "--json"]) == 0
     reported = json.loads(capsys.readouterr().out)
@@ -160,13 +162,31 @@ def test_average_floors_of_a_model_with_caveats_rest_on_divergences(folder: Path
     """Fisher information misses what jumps; divergences do not."""
     run, leakage = read_audit(folder)
     told = headline(View(run, leakage))
-    assert "with this model (an estimate) and by" in told[-2]
+    assert "with this model (an estimate) and by" in told[-1]
     assert leakage.average_diagonal is not None
     small = replace(leakage, average_diagonal=1e-9 * leakage.average_diagonal)
     kinked = replace(run, caveats={"kinks": "The floors are not proved."})
     nothing = Success(run, replace(leakage, average_diagonal=None)).average_floors()
     assert Success(kinked, small).average_floors() == nothing != Success(run, small).average_floors()
-    assert "with this model (an estimate) and by" in headline(View(kinked, small))[-2]
+    assert "with this model (an estimate) and by" in headline(View(kinked, small))[-1]
+
+
+def test_little_protection_is_said_first(folder: Path) -> None:
+    """Of the most exposed record, of most records, or of all: where the largest chance from 10 % is 90 % or more."""
+    run, leakage = read_audit(folder)
+    assert leakage.nats is not None
+    for nats, others, said in (
+        (4.0, 0.0, "This training shows almost no protection of the most exposed record."),
+        (4.0, 1.2, "This training shows little protection of most records, and almost no protection of the most"),
+        (4.0, 4.0, "This training shows almost no protection of any record."),
+        (0.5, 0.5, "Suppose that"),
+    ):
+        each = torch.full_like(leakage.nats, others)
+        each[:, 5] = nats
+        weaker = replace(run, mechanism={**run.mechanism, "noise_multiplier": 0.45})  # allows that much
+        view = View(weaker, replace(leakage, nats=each, nats_upper=None))
+        first = [s for s in headline(view) if not s.startswith("No meaningful")]
+        assert first[0].startswith(said), (nats, others, first, view.protection)
 
 
 def test_the_largest_chance_leads_where_there_are_no_columns(folder: Path) -> None:
@@ -183,11 +203,17 @@ def test_notes_name_the_other_world_and_what_is_not_said(folder: Path) -> None:
     view = View(*read_audit(folder))
     notes = dict(success_notes(view))
     assert view.success.leading is not None
-    assert view.success.leading.reference in notes["The other chance"]
-    assert "With twice the noise" in notes["More noise"]
-    assert notes["What it does not say"].startswith("That the other chance is small.")
+    assert view.success.leading.reference in notes["The 10%"]
+    assert notes["The 10%"].startswith("An example, not a finding.")
+    assert "with twice the noise" in notes["More noise"]
+    assert "How well those are protected is not measured here." in notes["The attacker"]
     assert "estimate" in notes["Most likely"]
-    assert "Somebody who has several records is protected less." in notes["What it does not say"]
+    assert (
+        notes["Several records"]
+        == "A person with several records in the data is protected less than these numbers say."
+    )
+    above = int((view.success.chances(view.success.leading) > 0.5).sum())
+    assert notes["How many"].startswith(f"From 10%, {above} of 40 records can exceed 50 % in ")
     assert notes["Ranges"].startswith("Some columns’ ranges were read off the data, and so were their middles.")
     declared = {**view.facts, "inferred_ranges": False}
     assert "Ranges" not in dict(success_notes(View(view.run, replace(view.leakage, facts=declared))))
@@ -203,9 +229,9 @@ def test_chances_that_the_noise_decides_are_called_proved(folder: Path) -> None:
     row = view.success.row(lead)
     assert row["basis"] == "mechanism"
     assert row["median"] == row["max"] == view.success.mechanism_chance(lead)
-    first, *_, last = headline(view)
-    assert "better-protected half" not in first
-    assert last.startswith("This is what the noise allows at most, whatever the data: it is proved")
+    said = " ".join(headline(view))
+    assert "for half of" not in said
+    assert "whatever the method of attack and the data: the noise allows no more, and measuring found no lower" in said
     assert view.success.most_exposed(lead) == []
     assert view.success.with_twice_the_noise(lead) < view.success.mechanism_chance(lead)
 
@@ -227,9 +253,8 @@ def test_without_fisher_information_the_page_has_the_chances_only(folder: Path) 
         assert f'id="{part}"' not in page
     assert "unbiased attacker errs" not in page
     first = headline(View(run, bare))
-    assert first[0].startswith(f"{INFERRED}whoever could guess")
-    assert len(first) == 3
-    assert first[1].startswith("Averaged over the records, a guess of ")  # by divergences
+    assert first[-3].startswith(INFERRED)
+    assert first[-1].startswith("Averaged over the records, a guess of ")  # by divergences
 
 
 def table_rows(page: str) -> list[list[str]]:

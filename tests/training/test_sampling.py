@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +13,12 @@ from scipy import stats
 
 from reconbound._internal.checks import InputError
 from reconbound._internal.rng import checked_seed, derive, new_seed, numbers_of, torch_stream
-from reconbound.accounting.measurement_plan import Blocks, batch_weight, checked_budget
-from reconbound.training.sampling import FixedSize, Poisson, ShuffledEpochs, make_sampler
+from reconbound.accounting.measurement_plan import Blocks, Segments, batch_weight, checked_budget
+from reconbound.training.sampling import FixedSize, Poisson, ShuffledEpochs, make_plans, make_sampler, with_gaps
+from reconbound.training.settings import Settings
+from reconbound.validate.model import ReconboundWarning
 
-SAMPLERS = [Poisson(40, 0.2), FixedSize(40, 8), ShuffledEpochs(40, 7)]
+SAMPLERS = [Poisson(40, 0.2), Poisson(40, 0.2, by_gaps=True), FixedSize(40, 8), ShuffledEpochs(40, 7)]
 
 
 def drawn(sampler, steps: int, seed: int = 0) -> np.ndarray:
@@ -35,7 +38,7 @@ def test_batches_are_functions_of_seed_and_step(sampler) -> None:
     assert all(b.dtype == torch.int64 and b.unique().numel() == b.numel() for b in batches)
 
 
-@pytest.mark.parametrize("sampler", [*SAMPLERS, Poisson(1001, 0.3)], ids=lambda s: f"{s.name} {s.records}")
+@pytest.mark.parametrize("sampler", [*SAMPLERS, Poisson(1001, 0.3), Poisson(300, 0.3, by_gaps=True)])
 @pytest.mark.parametrize("ends", [[0, 40], [0, 7, 20, 33, 40], [0, 1, 2, 3, 4, 5, 40], [0, 13, 13, 40]])
 def test_ranges_of_records_draw_the_parts_of_the_whole_batch(sampler, ends: list[int]) -> None:
     """Whether a record takes part is a function of seed, step and record: how records are shared changes nothing."""
@@ -48,9 +51,10 @@ def test_ranges_of_records_draw_the_parts_of_the_whole_batch(sampler, ends: list
         assert sorted(torch.cat(parts).tolist()) == sorted(whole.tolist())
 
 
-def test_poisson_records_are_drawn_independently_at_the_rate() -> None:
+@pytest.mark.parametrize("by_gaps", [False, True])
+def test_poisson_records_are_drawn_independently_at_the_rate(by_gaps: bool) -> None:
     steps, q = 4000, 0.2
-    found = drawn(Poisson(30, q), steps)
+    found = drawn(Poisson(30, q, by_gaps), steps)
     error = math.sqrt(q * (1 - q) / steps)
     assert np.abs(found.mean(0) - q).max() < 4.5 * error  # 30 records: 4.5 standard errors
     sizes = found.sum(1)
@@ -66,12 +70,13 @@ def test_poisson_records_are_drawn_independently_at_the_rate() -> None:
     assert np.abs(after).max() < 4.5 / math.sqrt(steps)  # successive steps
 
 
-def test_poisson_at_a_tiny_rate() -> None:
+@pytest.mark.parametrize("by_gaps", [False, True])
+def test_poisson_at_a_tiny_rate(by_gaps: bool) -> None:
     n, q, steps = 1_000_000, 2e-6, 300
-    count = sum(len(Poisson(n, q).batch(1, t)) for t in range(steps))
+    count = sum(len(Poisson(n, q, by_gaps).batch(1, t)) for t in range(steps))
     mean = n * q * steps
     assert abs(count - mean) < 5 * math.sqrt(mean)
-    assert sum(len(Poisson(n, 1e-12).batch(1, t)) for t in range(50)) == 0
+    assert sum(len(Poisson(n, 1e-12, by_gaps).batch(1, t)) for t in range(50)) == 0
 
 
 def test_fixed_size_sets_are_uniform() -> None:
@@ -210,3 +215,72 @@ def test_steps_are_measured_at_their_rate() -> None:
 def test_impossible_budgets_are_refused(budget) -> None:
     with pytest.raises(InputError, match="budget"):
         checked_budget(budget)
+
+
+@pytest.mark.parametrize(("n", "q"), [(1, 0.3), (7, 0.999), (40, 0.5), (1000, 1e-3), (100_000, 0.01), (10**9, 1e-30)])
+def test_gaps_of_poisson_batches_are_geometric(n: int, q: float) -> None:
+    """Chances of the first record and of gaps, and no record twice or out of range; batches of any size end."""
+    gaps, firsts, steps = [], [], 400 if n <= 1000 else 20
+    for t in range(steps):
+        batch = Poisson(n, q, by_gaps=True).batch(5, t).numpy()
+        assert len(batch) == 0 or (batch[0] >= 0 and batch[-1] < n)
+        assert bool((np.diff(batch) > 0).all())
+        gaps.append(np.diff(batch))
+        firsts.append(batch[0] if len(batch) else n)
+    all_gaps = np.concatenate(gaps)
+    if n == 100_000:
+        expected = stats.geom.pmf(np.arange(1, 400), q) * len(all_gaps)
+        observed = np.bincount(all_gaps, minlength=400)[1:400]
+        statistic = ((observed - expected) ** 2 / expected).sum()
+        assert stats.chi2.sf(statistic, len(expected)) > 1e-4
+    chance = 1 - (1 - q) ** n  # that there is one
+    count = sum(first < n for first in firsts)
+    assert abs(count - steps * chance) <= 5 * math.sqrt(steps * chance * (1 - chance)) + 1e-9
+
+
+def plans(
+    steps: int, budget: float = 0.15, worlds: int = 0, rules: Any = (), whole_at: Any = (), n: int = 60_000
+) -> Any:
+    settings = Settings(1.0, 1.0, 0.01, budget=budget, rules=rules)
+    return make_plans(settings, Poisson(n, 0.01), steps, whole_at, worlds)
+
+
+def test_measuring_that_costs_more_than_a_short_run_is_told_beforehand() -> None:
+    """100 steps at q = 0.01 draw each record once, and measure each once: 2.5 gradients beside one."""
+    with pytest.warns(
+        ReconboundWarning, match=r"60,000 records .* about 2.5 times .* 100 steps .*drawn 1 times"
+    ) as all_:
+        plans(100)
+    assert 'budget=("steps", 0.15) measures the batches of 15 % of the steps instead, for about 0.4' in str(
+        all_[0].message
+    )
+    with pytest.warns(ReconboundWarning, match="about 4.5 times"):
+        plans(100, worlds=1)
+    with pytest.warns(ReconboundWarning, match="about 2.0 times"):
+        plans(100, worlds=1, rules=None)
+    with pytest.warns(ReconboundWarning, match="about 1.7 times what the 300 steps"):
+        plans(300, whole_at=(100, 300))
+
+
+def test_measuring_that_was_asked_for_or_is_little_is_not_told() -> None:
+    plans(250)  # 2.5 gradients of 2.5
+    plans(1000)
+    plans(100, budget=1.0)  # as often as trained on
+    plans(100, n=9_999)
+    plans(100, rules=None)
+    assert make_plans(Settings(1.0, 1.0, 0.01, budget="every"), Poisson(60_000, 0.01), 100, (), 0) == (None, None)
+
+
+def test_only_poisson_batches_are_drawn_by_gaps() -> None:
+    assert with_gaps(Poisson(40, 0.2)) == Poisson(40, 0.2, by_gaps=True)
+    assert with_gaps(FixedSize(40, 8)) == FixedSize(40, 8)
+    assert Poisson(40, 1.0, by_gaps=True).batch(1, 0).tolist() == list(range(40))
+
+
+def test_a_run_that_is_whole_at_its_end_is_measured_as_a_fleet_measures_it() -> None:
+    """One stretch has the assignment that fleets and sweeps share; a run without stretches has its own."""
+    own, stretch = plans(1000).information, plans(1000, whole_at=(1000,)).information
+    assert isinstance(own, Blocks)
+    assert isinstance(stretch, Segments)
+    assert stretch.weight(5) == own.weight(5)
+    assert any(len(stretch.at(1, t)) != len(own.at(1, t)) for t in range(20))

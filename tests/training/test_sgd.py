@@ -70,20 +70,21 @@ def test_paper_is_algorithm_1_step_by_step() -> None:
 
 def test_poisson_divides_by_qn_whatever_was_drawn() -> None:
     """One SGD step at rate 1: the parameters move by (Σ c g + noise)/(qN), also for an empty batch."""
-    x, y = data()
-    q, sizes = 0.02, set()
+    (x, y), q, sizes = data(), 0.02, set()
+    x = x.double()
     for seed in range(25):
-        model = network()
+        model = network().double()
         before = flat(model)
         one = Kept(model, losses, x, y, settings(sample_rate=q, seed=seed, lr=1.0), check=False).fit(1)
         batch = Poisson(RECORDS, q).batch(one.run_seed, 0)
         sizes.add(len(batch))
         total = torch.zeros(len(before), dtype=torch.float64)
         if len(batch):
-            found = dense_information(network(), losses, x[batch], y[batch], max_grad_norm=1.0, noise_multiplier=1.0)
+            own, here = network().double(), (x[batch], y[batch])
+            found = dense_information(own, losses, *here, max_grad_norm=1.0, noise_multiplier=1.0)
             total = torch.cat([v.flatten() for v in found.gradient_sum.values()])
         expected = before - (total + one.drawn[0]) / (q * RECORDS)
-        torch.testing.assert_close(flat(model), expected.float(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(flat(model), expected, rtol=1e-9, atol=1e-11)
     assert {0, 1} <= sizes  # empty batches are among them
 
 

@@ -165,3 +165,41 @@ class Plans(NamedTuple):
 
     information: Blocks | Segments | None = None
     distances: Blocks | Segments | None = None
+
+    def describe_excess(self, worlds: int) -> str | None:
+        """Describes measurements that cost more than the training, which nobody asked for; None where they do not.
+
+        A plan measures every record at least once in a block. In a run shorter than a block of its budget that may be
+        most of the work.
+
+        Args:
+            worlds: the number of replaced worlds.
+        """
+        planned = [(self.information, INFORMATION), (self.distances, 1.0 + worlds)]
+        costs = [(_parts(plan), cost) for plan, cost in planned if plan is not None]
+        if not costs or costs[0][0][0].records < FEW:
+            return None
+        steps, first = sum(part.steps for part in costs[0][0]), costs[0][0][0]
+        drawn = steps * first.sample_rate  # times that a record is trained on
+        share = sum(cost * sum(part.blocks for part in parts) for parts, cost in costs) / drawn
+        asked = sum(cost * part.budget * part.steps * part.sample_rate for parts, cost in costs for part in parts)
+        if share <= max(1.0, 1.5 * asked / drawn):
+            return None
+        cheaper = min(1.0, first.budget)
+        return (
+            f"measuring each of the {first.records:,} records at least once costs about {share:.1f} times what the "
+            f"{steps:,} steps cost themselves: a record is drawn {drawn:.2g} times in them. "
+            f'budget=("steps", {cheaper:g}) measures the batches of {100 * cheaper:g} % of the steps instead, for '
+            f"about {cheaper * sum(cost for _, cost in costs):.1f} times their cost; a record that is in none of these "
+            "batches then has no floor"
+        )
+
+
+#: Clipped gradients that a measurement of Fisher information costs with one probe (benchmarks/accounting_cost.py).
+INFORMATION = 2.5
+#: Below so many records nothing takes long.
+FEW = 10_000
+
+
+def _parts(plan: Blocks | Segments | None) -> tuple[Blocks, ...]:
+    return () if plan is None else plan.parts if isinstance(plan, Segments) else (plan,)

@@ -14,7 +14,7 @@ from reconbound.fisher.clipping import check_clip
 from reconbound.validate import model as models
 from reconbound.validate.private import Private, Problem, trainable
 
-Method = Literal["auto", "layers", "generic"]
+Method = Literal["auto", "layers", "mixed", "generic"]
 ErrorFrom = Literal["auto", "spread", "product", "bound"]
 ProbeSpace = Literal["auto", "weights", "inputs"]
 
@@ -27,7 +27,8 @@ class SumOptions:
         micro_batch: records at a time; the results do not depend on it, memory does.
         mask: (B,) of 0 and 1 (or bool): records with 0 are padding, add nothing to the sum, have zero information and
             are no measurements of a ledger.
-        method: "layers" (a rule per layer), "generic" (torch.func), "auto": layers where they cover the model.
+        method: "layers" (a rule per layer), "mixed" (the same, and a copy for each record of every parameter that no
+            rule covers), "generic" (torch.func), "auto": the first of these that covers the model.
         checked: skip the checks that read values (finite data, no BatchNorm or dropout), the search for jumps (made
             once for a model and a loss) and the check on a batch of another size, which the caller has made
             (`check_batch`, `covering_method`). In a CUDA graph that is being captured they are skipped anyway.
@@ -43,7 +44,7 @@ class SumOptions:
             object.__setattr__(self, "micro_batch", whole("micro_batch", self.micro_batch))
         if self.mask is not None and not isinstance(self.mask, Tensor):
             raise InputError("mask", "must be a tensor of 0 and 1, (B,)", type(self.mask).__name__)
-        choice("method", self.method, ("auto", "layers", "generic"))
+        choice("method", self.method, ("auto", "layers", "mixed", "generic"))
         flag("checked", self.checked)
 
 
@@ -109,7 +110,7 @@ class StepOptions(SumOptions):
     Attributes:
         micro_batch: records at a time; the results do not depend on it, memory does.
         mask: (B,) of 0 and 1 (or bool): records with 0 are padding.
-        method: "layers", "generic" or "auto".
+        method: "layers", "mixed", "generic" or "auto".
         checked: skip the checks that the caller has made.
         private: None (the whole input), a mask or indices of features, "target", or a `Private`.
         diagonal: also compute the diagonal over features.

@@ -230,8 +230,8 @@ def _measure_all(
     parts: list[StepInformation] = []
     for rows in micro_batches(len(whole[0]), options.micro_batch):
         work = open_pass(problem, problems.batch_rows(whole, rows), method, check=check, sloped=sloped)
-        if parts and work.method == "generic" != method:  # only now it shows that records are mixed
-            return _measure_all(problem, whole, plan, present, "generic")
+        if parts and work.method not in ("layers", method):  # only now it shows that records are mixed
+            return _measure_all(problem, whole, plan, present, work.method)
         try:
             parts.append(_measure(work, plan, None if present is None else present[rows]))
         except RuntimeError as failure:

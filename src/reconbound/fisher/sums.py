@@ -29,8 +29,9 @@ from reconbound.fisher.options import (
 )
 from reconbound.fisher.passes.by_layer import LayerPass
 from reconbound.fisher.passes.generic import GenericPass
+from reconbound.fisher.passes.mixed import MixedPass
 from reconbound.fisher.passes.products import zero_sums
-from reconbound.fisher.passes.recorder import _CHECKED, NotCovered
+from reconbound.fisher.passes.recorder import _CHECKED, NotCovered, passed_checks
 from reconbound.validate.model import ModelError
 from reconbound.validate.placed import converted
 from reconbound.validate.private import (
@@ -44,7 +45,7 @@ from reconbound.validate.private import (
 )
 from reconbound.validate.watch import arguments
 
-Pass = LayerPass | GenericPass
+Pass = LayerPass | MixedPass | GenericPass
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,10 @@ def clipped_gradient_sum(
         options: micro-batches, padding, method and checks.
 
     Guarantee: adding or removing one record moves the sum by at most sensitivity(clip) · max_grad_norm.
-        - With method="generic": for every model, because each record is run by itself.
-        - With layer rules: for a model that treats records alone in every batch. That is checked in the first batch, in
-          those after 1, 2, 4, 8, ... batches, and in any larger one; a model that mixes records only in other batches
-          is not found there.
+        - With method="generic" or "mixed": for every model, because each record is run by itself.
+        - With method="layers": for a model that treats records alone in every batch. That is checked in the first
+          batch, in those after 1, 2, 4, 8, ... batches, and in any larger one; a model that mixes records only in other
+          batches is not found there.
         - For gradients as the model computes them in this batch. PyTorch may round a record's gradient otherwise in a
           batch of another size. `check_sums` refuses models whose gradients are mostly such rounding.
     """
@@ -105,8 +106,9 @@ def clipped_gradient_sum(
         for rows in micro_batches(len(z), options.micro_batch):
             batch = batch_rows((z, inputs, targets), rows)
             work = open_pass(problem, batch, method, check=check, measured=False)
-            if rows.start and work.method == "generic" != method:  # only now it shows that records are mixed
-                how: Any = {"max_grad_norm": max_grad_norm, "clip": clip, "options": replace(options, method="generic")}
+            if rows.start and work.method not in ("layers", method):  # only now it shows that records are mixed
+                how: Any = {"max_grad_norm": max_grad_norm, "clip": clip}
+                how["options"] = replace(options, method=work.method)
                 return clipped_gradient_sum(model, loss_fn, inputs, targets, **how)
             norms.append(work.norms())
             if checking:
@@ -136,14 +138,14 @@ def covering_method(
         private: the private part.
 
     Returns:
-        "generic" if the layer rules do not cover the model; otherwise "auto".
+        "auto" if the layer rules cover the model; otherwise "mixed" or "generic".
     """
     with without_hooks(model):
         problem = Problem(model, loss_fn, private)
         released(problem)
         z = private_part(problem, inputs, targets)
         work = open_pass(problem, (z, inputs, targets), "auto", check=True, measured=private.part != "nothing")
-        return "auto" if work.method == "layers" else "generic"
+        return "auto" if work.method == "layers" else work.method
 
 
 def open_pass(
@@ -155,7 +157,7 @@ def open_pass(
     measured: bool = True,
     sloped: bool = False,
 ) -> Pass:
-    """Opens a pass with layer rules where they cover the model, otherwise the generic one.
+    """Opens a pass with layer rules where they cover the model, otherwise the mixed one, otherwise the generic one.
 
     Later micro-batches must be opened with the method of the first, because a short one may by chance have the shape of
     something else.
@@ -163,18 +165,29 @@ def open_pass(
     Args:
         problem: the model, the loss and the private part.
         batch: private part, inputs and targets.
-        method: "layers", "generic" or "auto".
+        method: "layers", "mixed", "generic" or "auto". "mixed" and "auto" go on to the next where the first fails.
         check: run a batch of another size first (see LayerPass).
         measured: products with J will follow.
         sloped: ∇_z ℓ will be needed.
     """
+    how: dict[str, Any] = {"check": check, "measured": measured, "sloped": sloped}
+    if method == "auto" and passed_checks(problem, batch[0], check, "mixed").copied:
+        method = "mixed"  # as found before
     try:
-        if method != "generic":
+        if method in ("auto", "layers"):
             try:
-                return LayerPass(problem, *batch, check=check, measured=measured, sloped=sloped)
+                return LayerPass(problem, *batch, **how)
             except NotCovered as reason:
                 if method == "layers":
-                    raise ValueError(f'no layer rule covers this model: {reason}; use method="generic"') from reason
+                    raise ValueError(f'no layer rule covers this model: {reason}; use method="mixed"') from reason
+        if method != "generic":
+            try:
+                return MixedPass(problem, *batch, **how)
+            except NotCovered:
+                pass
+            except RuntimeError as error:  # what vmap cannot do the generic way cannot do either, and explains
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
         return GenericPass(problem, *batch, check=check and measured)
     except RuntimeError as error:
         explained = explain_dtype_error(error, problem.model, *batch[1:]) if check else None
@@ -237,8 +250,10 @@ def methods_that_pass(
         ModelError: no method passes.
     """
     methods = [covering_method(model, loss_fn, *few, kind) for kind in kinds]
-    if "auto" in methods and find_fault(model, loss_fn, few, "auto") is not None:
-        methods = ["generic"] * len(kinds)
+    following: tuple[tuple[Method, Method], ...] = (("auto", "mixed"), ("mixed", "generic"))
+    for method, other in following:
+        if method in methods and find_fault(model, loss_fn, few, method) is not None:
+            methods = [other] * len(kinds)
     for method in sorted(set(methods)):
         check_sums(model, loss_fn, *few, max_grad_norm=max_grad_norm, clip=clip, method=method)
     return methods

@@ -15,6 +15,10 @@ from reconbound.report.folder import Run, line, nouns, units
 from reconbound.report.formats import clean, paragraphs
 from reconbound.report.view import NEGLIGIBLE, View
 
+#: A larger ε than this is called weak.
+WEAK_EPSILON = 10.0
+#: Largest chances, from 10 %, at which little protection, or almost none, is shown of a record.
+LITTLE, ALMOST_NONE = 0.5, 0.9
 #: A floor that is wider than the column's range.
 BEYOND = "more than the whole range"
 
@@ -29,10 +33,19 @@ def headline(view: View) -> list[str]:
 
 
 def warnings(view: View) -> list[str]:
-    """Returns what comes before the finding: a weak guarantee; floors that are not proved, where they lead."""
-    weak = view.protection.warning(view.noun)
-    unproved = model_caveats(view.run.caveats) if view.success.leading is None else []
-    return [*([weak] if weak else []), *unproved]
+    """Returns what comes before the finding: a weak guarantee, little protection, or floors that are not proved."""
+    found, weak = view.success, view.protection.warning(view.noun)
+    if weak:
+        return [weak]
+    if found.leading is None:
+        return model_caveats(view.run.caveats)
+    row = found.row(found.leading)
+    if row["max"] < ALMOST_NONE:
+        return []
+    if row["median"] >= ALMOST_NONE:
+        return [f"This training shows almost no protection of any {view.noun}."]
+    little = f"little protection of most {view.noun}s, and " if row["median"] >= LITTLE else ""
+    return [f"This training shows {little}almost no protection of the most exposed {view.noun}."]
 
 
 def model_caveats(caveats: Mapping[str, str] | None) -> list[str]:
@@ -47,7 +60,7 @@ def finding(view: View) -> list[str]:
         return unbiased_finding(view)
     names = [view.feature_name(j) for j in range(view.features)]
     unit = view.feature_unit(names.index(found.leading.name)) if found.leading.name in names else ""
-    return conditional(view.run, paragraphs("success.txt", view=view, found=found, unit=unit))
+    return paragraphs("success.txt", view=view, found=found, unit=unit)
 
 
 def unbiased_finding(view: View) -> list[str]:

@@ -120,9 +120,10 @@ def success_table(view: View) -> dict[str, Any] | None:
     rows = []
     for world in found.worlds:
         row = found.row(world)
-        names = {"removed": f"the whole {view.noun}", "private": "everything private together"}
         texts = {name: chance(row[name], estimate=name in row["estimates"]) for name in ("median", "p99", "max")}
-        rows.append({"name": names.get(world.kind, world.name), "reference": world.reference, **texts})
+        instead = f"in its place: {world.reference or 'a public value'}"
+        instead = f"without the {view.noun}" if world.kind == "removed" else instead
+        rows.append({"name": found.title(world, view.noun), "instead": instead, **texts})
     pairs = list(zip(found.chances(found.leading).tolist(), found.estimated(found.leading).tolist(), strict=True))
     exposed = [(i, *pairs[i]) for i in found.most_exposed(found.leading)]
     most = [(view.record_name(i), chance(p, estimate=estimate)) for i, p, estimate in exposed]

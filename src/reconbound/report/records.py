@@ -18,7 +18,7 @@ from reconbound._internal.checks import InputError, whole
 from reconbound.mechanisms.base import BLIND
 from reconbound.report import formats
 from reconbound.report.folder import Leakage, Run
-from reconbound.report.headline import BEYOND
+from reconbound.report.headline import BEYOND, WEAK_EPSILON
 from reconbound.report.view import NO_LIMIT, View
 
 #: Images shown of each kind (half as many rows of a table), and columns of one before the rest is folded away.
@@ -204,7 +204,7 @@ def _ratio(floor: float, guess: float) -> str:
 def tiles(view: View) -> list[dict[str, str]]:
     """Returns the few figures at the top of the page: title, figure, and a line below."""
     template = formats.templates(html=False).get_template("tiles.txt")
-    parts = template.render(view=view, blind=BLIND, ratio=_ratio).strip().split("\n\n")
+    parts = template.render(view=view, blind=BLIND, ratio=_ratio, weak_epsilon=WEAK_EPSILON).strip().split("\n\n")
     return [dict(zip(("title", "figure", "below"), part.strip().split("\n"), strict=True)) for part in parts]
 
 

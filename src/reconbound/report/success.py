@@ -42,6 +42,11 @@ class World:
     kind: str
     reference: str
 
+    @property
+    def single(self) -> bool:
+        """Returns whether the world differs in one column or token only."""
+        return self.kind in ("column", "category", "token")
+
 
 @dataclass(frozen=True)
 class Success:
@@ -183,6 +188,21 @@ class Success:
         """Returns about what the best attack reaches against the most exposed record: an estimate, no bound."""
         most = float(self.nats(world).max())
         return min(float(success_estimate(baseline, most)), float(self.chances(world, baseline).max()))
+
+    def title(self, world: World, noun: str) -> str:
+        """Returns what is guessed or reconstructed in a row of the table.
+
+        Args:
+            world: of the row.
+            noun: the name of a record.
+        """
+        return {"removed": f"anything about the {noun}", "private": "everything private together"}.get(
+            world.kind, world.name
+        )
+
+    def above(self, world: World, chance: float) -> int:
+        """Returns the number of records whose largest chance of success exceeds this chance."""
+        return int((self.chances(world) > chance).sum())
 
     def most_exposed(self, world: World, count: int = 10) -> list[int]:
         """Returns the records with the largest chances, the largest first; none where all have the same."""

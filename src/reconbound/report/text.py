@@ -22,12 +22,12 @@ from reconbound.mechanisms.calibrate import Calibration, calibrate
 from reconbound.mechanisms.group import group_of
 from reconbound.report.folder import CHOSEN_SEED, SECURE_NOISE, TORCH_NOISE, Run
 from reconbound.report.formats import amount, count, paragraphs, plain, plus_minus, rough
-from reconbound.report.headline import BEYOND, any_attacker_sentences, model_caveats
+from reconbound.report.headline import BEYOND, WEAK_EPSILON, any_attacker_sentences, model_caveats
 from reconbound.report.success import SHOWN
 from reconbound.report.view import NO_LIMIT, View
 
-#: Fewer training records than this, and a larger ε than this, get a warning.
-FEW, WEAK = 30, 10.0
+#: Fewer training records than this get a warning.
+FEW = 30
 
 CHOSEN = "from a seed that was chosen by hand. Whoever guesses the seed can subtract the noise: no floor binds them."
 TORCH = (
@@ -87,7 +87,7 @@ def weaknesses(records: int, protection: Protection, noun: str) -> list[str]:
         protection: what the mechanism guarantees.
         noun: the name of a record.
     """
-    epsilon = amount(protection.epsilon, side="up") if (protection.epsilon or 0.0) > WEAK else ""
+    epsilon = amount(protection.epsilon, side="up") if (protection.epsilon or 0.0) > WEAK_EPSILON else ""
     return paragraphs("weaknesses.txt", records=records, few=FEW, noun=noun, epsilon=epsilon)
 
 
@@ -276,15 +276,15 @@ def smallest_noise(mechanism: SampledGaussian, target_mse: float, name: str, dim
 
 
 def next_steps(view: View) -> list[str]:
-    """Returns what more noise would do to the per-record floors."""
-    if view.worst is None or view.guess <= 0:
-        return []
-    noise, single = float(view.run.mechanism.get("noise_multiplier", 0.0)), 0
-    if view.features > 1:  # pixels of the most exposed image, or columns of any record, below a guess
-        single = view.parts_below_guess() if view.image else sum(c["below"] > 0 for c in view.columns)
-    wanted = noise * _noise_factor(view, view.lowest)
-    lifted = format_limit(wanted) if noise > 0 and math.isfinite(wanted) else None
-    return paragraphs("next-steps.txt", view=view, single=single, noise=noise, wanted=lifted)
+    """Returns what more noise would do to the chances of success and to the per-record floors."""
+    noise, single, lifted = float(view.run.mechanism.get("noise_multiplier", 0.0)), 0, None
+    known = view.worst is not None and view.guess > 0
+    if known:
+        if view.features > 1:  # pixels of the most exposed image, or columns of any record, below a guess
+            single = view.parts_below_guess() if view.image else sum(c["below"] > 0 for c in view.columns)
+        wanted = noise * _noise_factor(view, view.lowest)
+        lifted = format_limit(wanted) if noise > 0 and math.isfinite(wanted) else None
+    return paragraphs("next-steps.txt", view=view, known=known, single=single, noise=noise, wanted=lifted)
 
 
 def _noise_factor(view: View, lowest: float) -> float:

@@ -29,8 +29,8 @@ from reconbound._internal.rng import derive
 from reconbound.training.checkpoint import plain_json
 from reconbound.training.settings import Settings
 
-#: Of the facts that noise and batches are bound to; another number draws others.
-CONTEXT = 3
+#: Of the facts that noise and batches are bound to, on a CPU and elsewhere; another number draws others.
+CONTEXT = (2, 3)
 #: What decides only how a run is measured. Apart from it, all that distinguishes a run decides its noise and batches.
 _MEASURING = ("rules", "budget", "probes", "private", "diagonal", "spectral", "feature_scale", "whole_at", "worlds")
 _PART = 2**20  # numbers drawn at a time, to limit memory: each needs 32 bytes of key stream
@@ -147,7 +147,7 @@ def release_context(
     """
     facts = {
         **{name: value for name, value in identity.items() if name != "loss"},
-        "format": CONTEXT,
+        "format": CONTEXT[device.type != "cpu"],
         "configuration": {k: v for k, v in identity["configuration"].items() if k not in _MEASURING},
         "in the pass": None if settings.rules is None or isinstance(settings.budget, float) else settings.budget,
         "device": device.type,

@@ -32,7 +32,15 @@ from reconbound.training import checkpoint as checkpoints
 from reconbound.training import noise as noises
 from reconbound.training import settings as given
 from reconbound.training.ranks import Ranks, TrainingError, on_cpu
-from reconbound.training.sampling import Shard, make_account, make_plans, make_sampler, padded_sizes, steps_of
+from reconbound.training.sampling import (
+    Shard,
+    make_account,
+    make_plans,
+    make_sampler,
+    padded_sizes,
+    steps_of,
+    with_gaps,
+)
 from reconbound.training.settings import Callback, Fault, Settings, reset_parameters
 from reconbound.training.shards import PartOfStep, compute_shards, grid_of, make_shards
 from reconbound.training.step import Kept, LossFn, Measurer, StepWork, add_to_ledger, make_ledger
@@ -149,6 +157,8 @@ class PrivateSGD:
         data, how = (self.inputs, self.targets), dict[str, Any](kept=kept, check=check)
         self.measurer = self.ranks.try_all(lambda: Measurer(model, loss_fn, data, settings, private, **how))
         self.features = self.measurer.features
+        if self.device.type == "cuda":
+            self.sampler = with_gaps(self.sampler)
         if self.device.type == "cuda" and len(self.shards) == self.ranks.size == 1:
             self.measurer.replay(padded_sizes(self.sampler))
         self._ledger: FisherAccountant | None = None
@@ -413,9 +423,7 @@ class PrivateSGD:
             options |= {"feature_scale": self.feature_scale, "keep_runs_at": self.whole_at}
             options["worlds"] = None if self.worlds is None else tuple(self.worlds)
             self._ledger = make_ledger(account, self.measurer, options)
-            self.plans = make_plans(
-                self.settings.budget, self.sampler, self.steps, len(self.worlds or ()), self.whole_at
-            )
+            self.plans = make_plans(self.settings, self.sampler, self.steps, self.whole_at, len(self.worlds or ()))
 
     def _restart(self) -> None:
         """Creates a new optimizer and schedule, as at the start of a run."""

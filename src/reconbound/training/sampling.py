@@ -13,17 +13,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from scipy import stats
 from torch import Tensor
 
-from reconbound._internal.checks import InputError, choice, number, rounded_up, whole
+from reconbound._internal.checks import InputError, choice, number, rounded_up, warn_user, whole
 from reconbound._internal.rng import numbers_of
-from reconbound.accounting.measurement_plan import Blocks, Budget, Plans, Segments
+from reconbound.accounting.measurement_plan import Blocks, Plans, Segments
 from reconbound.accounting.spec import Account, MechanismSpec
+from reconbound.validate.model import ReconboundWarning
+
+if TYPE_CHECKING:
+    from reconbound.training.settings import Settings
 
 #: A range of the records: the first, and the one after the last.
 Span = tuple[int, int]
@@ -68,6 +75,12 @@ WHOLE = Shard()
 class Poisson:
     """Poisson sampling: each record takes part with probability q, independently of all others and of all other steps.
 
+    Attributes:
+        records: N.
+        sample_rate: q.
+        by_gaps: draw as many random numbers as the batch has records, in place of N: the same law, other batches. Where
+            a GPU takes the step, N of them would take Python longer than the GPU.
+
     Guarantee: what the exact factors of amplification.py and `SampledGaussian(sampler="poisson")` assume.
 
     >>> Poisson(5, 1.0).batch(seed=0, step=0).tolist()
@@ -77,6 +90,7 @@ class Poisson:
     name = "poisson"
     records: int
     sample_rate: float
+    by_gaps: bool = False
 
     def __post_init__(self) -> None:
         whole("records", self.records)
@@ -91,10 +105,28 @@ class Poisson:
         return 1 / self.sample_rate
 
     def batch(self, seed: int, step: int, span: Span | None = None) -> Tensor:
+        if self.by_gaps and self.sample_rate < 1:  # each gap follows from those before it
+            drawn = _by_gaps(numbers_of(seed, "batch", step), self.records, self.sample_rate)
+            return within(torch.from_numpy(drawn), span)
         # 53 random bits: with the 24 of float32 a rate of 1e-9 would never, or far too often, draw anybody
         first, end = span or (0, self.records)
         u = numbers_of(seed, "batch", step, skip=first).random(end - first)
         return torch.from_numpy((u < self.sample_rate).nonzero()[0] + first)
+
+
+def _by_gaps(rng: np.random.Generator, n: int, q: float) -> npt.NDArray[np.int64]:
+    """Draws a Poisson batch by the gaps between its records, which are geometric.
+
+    P(gap > k) = (1−q)ᵏ,     gap = ⌊ln(1−u)/ln(1−q)⌋ + 1,   u uniform with 53 bits
+    """
+    found, last = [np.zeros(0)], -1.0
+    while last < n - 1:
+        mean = (n - 1 - last) * q
+        u = rng.random(math.ceil(mean + 6 * math.sqrt(mean)) + 4)
+        found.append(last + np.cumsum(np.floor(np.log1p(-u) / math.log1p(-q)) + 1))
+        last = float(found[-1][-1])
+    places = np.concatenate(found)
+    return places[places < n].astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -154,6 +186,11 @@ class ShuffledEpochs(FixedSize):
 
 
 Sampler = Poisson | FixedSize
+
+
+def with_gaps(sampler: Sampler) -> Sampler:
+    """Returns a sampler of the same law that draws fewer random numbers, if there is one; its batches are others."""
+    return replace(sampler, by_gaps=True) if isinstance(sampler, Poisson) else sampler
 
 
 def steps_of(sampler: Sampler, epochs: float) -> int:
@@ -220,20 +257,27 @@ def make_plan(budget: float, sampler: Sampler, steps: int) -> Blocks:
     return Blocks(records, rate, steps, budget, max(1, min(records, round(rate * records))))
 
 
-def make_plans(budget: Budget, sampler: Sampler, steps: int, worlds: int, whole_at: Sequence[int]) -> Plans:
-    """Returns the plans of a training; none of those where each batch itself is measured.
+def make_plans(settings: Settings, sampler: Sampler, steps: int, whole_at: Sequence[int], worlds: int) -> Plans:
+    """Returns the plans of measurements; none where each batch itself is measured.
+
+    Warns where a plan costs more than the training, which its budget does not ask for.
 
     Args:
-        budget: of the training's settings.
-        sampler: of the batches.
+        settings: of the training.
+        sampler: of its batches.
         steps: T, of one run.
-        worlds: the number of replaced worlds; a distance takes a gradient in each world, an information one.
-        whole_at: step counts at which blocks end.
+        whole_at: step counts at which blocks end, ascending, the last of them T; none for blocks of any steps.
+        worlds: the number of replaced worlds. A distance takes a gradient in each world, an information one.
     """
-    if not isinstance(budget, float):
+    if not isinstance(settings.budget, float):
         return Plans()
-    both = (make_plan(budget / n, sampler, steps) for n in (1, 1 + worlds))
-    return Plans(*(Segments.of(plan, whole_at) if whole_at else plan for plan in both))
+    both = [make_plan(settings.budget / n, sampler, steps) for n in (1, 1 + worlds)]
+    parts = [Segments.of(plan, whole_at) if whole_at else plan for plan in both]
+    plans = Plans(parts[0] if settings.rules is not None else None, parts[1] if worlds else None)
+    excess = plans.describe_excess(worlds)
+    if excess is not None:
+        warn_user(excess, ReconboundWarning)
+    return plans
 
 
 def make_sampler(name: str, records: int, sample_rate: float) -> Sampler:

@@ -81,6 +81,40 @@ class Rows:
                 buffer.copy_(send(source.detach().index_select(0, padded.to(source.device)), self.device))
 
 
+class Near:
+    """Data on the device: copied to a GPU if they fit into a quarter of its free memory, otherwise left where they are.
+
+    Args:
+        source: inputs and targets, as in Rows.
+        device: where rows are needed.
+
+    Attributes:
+        data: the source, or its copy.
+    """
+
+    def __init__(self, source: tuple[Any, Any], device: torch.device) -> None:
+        self._sources = _tensors(source)
+        size = sum(leaf.numel() * leaf.element_size() for leaf in self._sources if leaf.device != device)
+        self.data = source
+        if device.type != "cpu" and 4 * size <= free_memory(device):
+            self.data = tree_map_only(Tensor, lambda leaf: leaf.detach().to(device), source)
+        self._versions = [leaf._version for leaf in self._sources]
+
+    def refresh(self) -> None:
+        """Copies again what has been changed in place since."""
+        versions = [leaf._version for leaf in self._sources]
+        if versions != self._versions:
+            self._versions = versions
+            for leaf, own in zip(self._sources, _tensors(self.data), strict=True):
+                if own.device != leaf.device:
+                    own.copy_(leaf.detach())
+
+
+def free_memory(device: torch.device) -> int:
+    """Returns the free bytes of a GPU."""
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
 class StaticWork:
     """A function of records whose shapes are one of a few, computed as a CUDA graph on a GPU.
 
@@ -94,7 +128,6 @@ class StaticWork:
         sizes: ascending.
         function: rows → tensors by name, of which "total" and "norm" are compared. It must not wait for the device.
         prepare: called with the rows before each call, for what a graph must not contain.
-        pool: shares the memory of its graphs with others, never two at a time.
     """
 
     def __init__(
@@ -105,14 +138,15 @@ class StaticWork:
         function: Callable[[Rows], Found],
         *,
         prepare: Callable[[Rows], None] = lambda rows: None,
-        pool: Any = None,
     ) -> None:
-        self.model, self.data, self.sizes, self.pool = model, data, tuple(sizes), pool
+        self.model, self.data, self.sizes = model, data, tuple(sizes)
         self.function, self.prepare = function, prepare
         self.device = next(model.parameters()).device
+        self.graphs = self.device.type == "cuda"
         self.eager = False  # from now on
         self._calls, self._moves = 0, 0
-        self._place: tuple[Any, ...] = ()
+        self._place: list[Any] = []
+        self.pool: Any = None  # of all its graphs: their tensors are copied before the next replay
         self._recorded: dict[int, tuple[Rows, torch.cuda.CUDAGraph | None, Found]] = {}
 
     def __call__(self, records: Tensor) -> Found | None:
@@ -121,10 +155,10 @@ class StaticWork:
         Args:
             records: their indices, in main memory.
         """
+        self._forget_if_moved()
         size = None if self.eager or len(records) == 0 else self._size(len(records))
         if size is None:
             return None
-        self._forget_if_moved()
         try:
             found, new = self._replayed(records, size)
             self._calls += 1
@@ -137,10 +171,8 @@ class StaticWork:
             if not differ(found, self.function(alone)):
                 return found
             why = "depends on more than its records and parameters, which a CUDA graph cannot follow"
-        except torch.OutOfMemoryError:
-            raise
         except (RuntimeError, ValueError) as reason:  # the eager computation raises the function's own again
-            if self.device.type != "cuda" and not isinstance(reason, ValueError):
+            if not self.graphs and not isinstance(reason, ValueError):
                 raise
             why = f"cannot be computed at fixed shapes ({(str(reason) or type(reason).__name__).splitlines()[0][:200]})"
         self._give_up(why)
@@ -157,7 +189,7 @@ class StaticWork:
         rows, graph, found = (Rows(self.data, size, self.device), None, {}) if new else self._recorded[size]
         rows.fill(records)
         self.prepare(rows)
-        if self.device.type == "cuda":
+        if self.graphs:
             if graph is None:
                 buffers = [buffer.clone() for buffer in self.model.buffers()]
                 graph, found = capture(lambda: self.function(rows), self.device, self.pool)
@@ -172,19 +204,22 @@ class StaticWork:
 
     def _forget_if_moved(self) -> None:
         """Drops graphs that would read memory that is no longer the model's, or a model in another mode."""
-        tensors = (*self.model.parameters(), *self.model.buffers())
-        place = (
-            *((t.data_ptr(), t.requires_grad) for t in tensors),
-            *(module.training for module in self.model.modules()),
-        )
+        if self.eager:
+            return
+        place: list[Any] = []
+        for module in self.model.modules():
+            tensors = (*module._parameters.values(), *module._buffers.values())
+            place += [module.training, *((t.data_ptr(), t.requires_grad) for t in tensors if t is not None)]
         if place != self._place:
             self._moves += bool(self._place)
-            self._place, self._recorded = place, {}
+            self._place, self._recorded, self.pool = place, {}, new_pool(self.device)
             if self._moves > _MOVES:
                 self._give_up("has parameters or buffers that are replaced again and again, not changed in place")
 
     def _give_up(self, why: str) -> None:
         self.eager, self._recorded = True, {}
+        if self.graphs:
+            torch.cuda.empty_cache()  # of the memory of graphs, which nothing else may use
         what = f"the work of a step of this {type(self.model).__name__} {why}"
         warn_user(f"{what}: it is computed eagerly, with the same results, more slowly", ReconboundWarning)
 
@@ -205,6 +240,11 @@ def differ(found: Found, other: Found) -> bool:
     a, b = found["total"].double(), other["total"].detach().double()
     least = _LEAST * float(other["norm"].detach().double().sum())
     return float((a - b).norm()) > _ROUNDING * float(b.norm()) + least
+
+
+def new_pool(device: torch.device) -> Any:
+    """Returns memory for graphs that are never replayed two at a time; None where there are none."""
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
 def capture(function: Callable[[], Any], device: torch.device, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Any]:

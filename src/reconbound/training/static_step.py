@@ -19,7 +19,7 @@ from reconbound.fisher.probes import draw_input_probes, draw_probes
 from reconbound.fisher.sums import ClippedSum
 from reconbound.fisher.worlds import StepDistances, changed_batch
 from reconbound.training.finite import all_finite
-from reconbound.training.static import Found, Rows, StaticWork
+from reconbound.training.static import Found, Near, Rows, StaticWork
 from reconbound.validate.private import Problem, as_private, private_part
 
 if TYPE_CHECKING:
@@ -39,14 +39,14 @@ class StaticStep:
         self.widths = {name: p.numel() for name, p in m.params.items()}
         self._templates: dict[str, Any] = {}  # what is not a tensor in results
         self._probes: list[Any] = []
-        made: dict[str, Any] = {"pool": torch.cuda.graph_pool_handle() if m.device.type == "cuda" else None}
-        about = (m.model, (m.inputs, m.targets), sizes)
-        self._sums = StaticWork(*about, self._gradient_sum, **made)
+        self._near = Near((m.inputs, m.targets), m.device)
+        about = (m.model, self._near.data, sizes)
+        self._sums = StaticWork(*about, self._gradient_sum)
         self._informed = self._apart = None
         if m.settings.rules is not None and not m.kept.spectral:  # spectral norms draw inside
-            self._informed = StaticWork(*about, self._information, **made)
+            self._informed = StaticWork(*about, self._information)
         if m.worlds:
-            self._apart = StaticWork(*about, self._distances, prepare=self._change, **made)
+            self._apart = StaticWork(*about, self._distances, prepare=self._change)
 
     def gradient_sum(self, records: Tensor) -> tuple[ClippedSum, Tensor] | None:
         """Returns the clipped sum of these records, and whether its numbers are finite.
@@ -54,6 +54,7 @@ class StaticStep:
         Args:
             records: their indices, in main memory.
         """
+        self._near.refresh()
         found = self._sums(records)
         if found is None:
             return None
@@ -69,6 +70,7 @@ class StaticStep:
         """
         if self._informed is None or self._informed.eager:
             return None
+        self._near.refresh()
         before = generator.get_state()
         self._draw(generator)
         found = self._informed(records)
@@ -84,6 +86,7 @@ class StaticStep:
         Args:
             records: their indices, in main memory.
         """
+        self._near.refresh()
         found = None if self._apart is None else self._apart(records)
         if found is None:
             return None

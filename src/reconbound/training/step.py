@@ -49,6 +49,11 @@ class Measured(NamedTuple, Generic[Found]):
     weight: float
     stratified: bool
 
+    @property
+    def how(self) -> dict[str, Any]:
+        """Returns how a ledger is to add it; that its numbers are finite is the measurer's to check."""
+        return {"weight": self.weight, "stratified": self.stratified, "checked": True}
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -394,13 +399,12 @@ def add_to_ledger(ledger: FisherAccountant, batch: Tensor, work: StepWork) -> No
         batch: the records that took part.
         work: what was computed.
     """
-    for one in work.information:  # finite, as the measurer has checked
-        ledger.add(one.records, one.found, weight=one.weight, stratified=one.stratified, checked=True)
+    for one in work.information:
+        ledger.add(one.records, one.found, **one.how)
     if work.followed is not None:
         ledger.follow(work.followed)
     for each in work.distances:
-        how: dict[str, Any] = {"weight": each.weight, "stratified": each.stratified, "checked": True}
-        ledger.add_distances(each.records, each.found, **how)
+        ledger.add_distances(each.records, each.found, **each.how)
     if REMOVED in ledger.divergences.worlds and len(batch):
         ledger.divergences.add_norms(batch, work.clipped_norm, 1.0)
 

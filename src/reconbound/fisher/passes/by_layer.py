@@ -1,8 +1,9 @@
 """Per-record gradients of a batch, and products with their derivative in the private part, by a rule per layer.
 
-For each record of a batch, g = ∇_w ℓ(z; w) and J = ∂g/∂z. J is never formed. Two classes give the same products:
+For each record of a batch, g = ∇_w ℓ(z; w) and J = ∂g/∂z. J is never formed. Three classes give the same products:
 
     LayerPass    a rule per layer, from the recorded inputs a and output gradients δ of every layer
+    MixedPass    the same, with a copy for each record of every parameter that no rule covers (mixed.py)
     GenericPass  torch.func, for any module that it can differentiate (generic.py)
 
 With layer rules, ⟨g, v⟩ = Σ ⟨δ, layer(a; v)⟩ over the layers' uses. Its derivatives in δ and in a are layer(a; v) and
@@ -23,17 +24,20 @@ from torch import Tensor
 
 from reconbound.fisher.options import capturing, dependence_error, gradient_error
 from reconbound.fisher.passes import products
-from reconbound.fisher.passes.layers import ConvRule, EmbeddingRule
+from reconbound.fisher.passes.layers import ConvRule
 from reconbound.fisher.passes.products import Pair, Params, wide_dtype
 from reconbound.fisher.passes.recorder import (
+    Passed,
     Recorder,
     Site,
+    all_zero,
     check_covered,
     check_leading,
     check_order,
     check_rows_own,
     passed_checks,
     record_single_records,
+    uses_by_name,
 )
 from reconbound.validate.private import Inputs, Problem, trainable
 
@@ -56,7 +60,7 @@ class LayerPass:
         sloped: also take ∇_z ℓ on the way.
     """
 
-    method: Literal["layers", "generic"] = "layers"
+    method: Literal["layers", "mixed", "generic"] = "layers"
 
     def __init__(
         self,
@@ -70,18 +74,12 @@ class LayerPass:
         sloped: bool = False,
     ) -> None:
         self.params = trainable(problem)
-        passed, live = passed_checks(problem, z, check), not capturing(z)
+        passed, live = passed_checks(problem, z, check, self.method), not capturing(z)
         due = passed.is_due(len(z)) and (live or not passed.batches)  # a graph would replay the check
-        alone = record_single_records(problem, self.params, z, inputs, targets) if check and due else {}
         self.z = z.detach().requires_grad_()
         self.strict = problem.private.part if check else None
         with torch.enable_grad():
-            recorder = Recorder(self.params)
-            losses, self.outputs = problem.losses_and_outputs(self.z, inputs, targets, mode=recorder)
-            sites = recorder.sites
-            check_covered(losses, sites, self.params)
-            check_leading(sites, z.shape[0])
-            check_order(sites, losses, alone)
+            losses, sites = self._run(problem, inputs, targets, passed, due=check and due)
             self.losses = losses.detach()
             at: Any = [*(s.edge for s in sites), *([self.z] if sloped else [])]
             deltas: list[Tensor | None] = [None] * len(at)
@@ -90,7 +88,7 @@ class LayerPass:
                 deltas = list(torch.autograd.grad(losses.sum(), at, **how))
             if due and live:
                 check_rows_own(losses, sites, deltas[: len(sites)])
-            if live and not (due and _all_zero(deltas[: len(sites)])):  # such a batch would show nothing
+            if live and not (due and all_zero(deltas[: len(sites)])):  # such a batch would show nothing
                 passed.add(len(z))
         at_z = deltas.pop() if sloped else None
         self.at_z = torch.zeros_like(z) if at_z is None else at_z.detach()
@@ -99,16 +97,36 @@ class LayerPass:
         self.graph_deltas = [d for _, d in self.graph_sites]
         self.dtype = wide_dtype(*(s.a for s in self.sites), *self.graph_deltas)
         self.inputs = [self._wide(s.a.detach()) for s in self.sites]
-        self.deltas = [_kept(s, self._wide(d.detach())) for s, d in self.graph_sites]
+        self.deltas = [s.kept(self._wide(d.detach())) for s, d in self.graph_sites]
         self.own_pairs: list[list[Pair]] = [[pair] for pair in zip(self.inputs, self.deltas, strict=True)]
-        self.weight_uses = _uses(s.weight for s in self.sites)
-        self.bias_uses = _uses(s.bias for s in self.sites)
+        self.weight_uses = uses_by_name(s.weight for s in self.sites)
+        self.bias_uses = uses_by_name(s.bias for s in self.sites)
         self.formed: dict[str, Tensor] = {}
         self.spreads: dict[int, Tensor] = {}  # Σ_l ‖a_l‖ ‖δ_l‖, (B,), of uses whose gradients are not formed
         self.cancelling: set[int] = set()  # of those, the ones to be summed in float64
         self.columns: dict[int, Tensor] = {}  # of the inputs, kept while products Jv are to follow
         self.tangents: tuple[list[tuple[int, bool]], list[Tensor], Tensor] | None = None
         # a pull-back as a function of its seeds: (site, True if in δ) of each, and what arrived at z
+
+    def _run(
+        self, problem: Problem, inputs: Inputs, targets: Any, passed: Passed, *, due: bool
+    ) -> tuple[Tensor, list[Site]]:
+        """Returns the losses and the uses of parameters, after a check that a rule covers every use.
+
+        Args:
+            problem: as in the class.
+            inputs: as in the class.
+            targets: as in the class.
+            passed: what passed before.
+            due: compare with single records.
+        """
+        alone = record_single_records(problem, self.params, self.z.detach(), inputs, targets) if due else {}
+        recorder = Recorder(self.params)
+        losses, self.outputs = problem.losses_and_outputs(self.z, inputs, targets, mode=recorder)
+        check_covered(losses, recorder.sites, self.params)
+        check_leading(recorder.sites, len(self.z))
+        check_order(recorder.sites, losses, alone)
+        return losses, recorder.sites
 
     def norms(self) -> Tensor:
         """Returns n = ‖g‖, (B,), in float32 or wider.
@@ -155,7 +173,7 @@ class LayerPass:
         for site, a, delta in zip(self.sites, self.inputs, self.deltas, strict=True):
             e = t = None
             if site.weight is not None:
-                e = _kept(site, site.rule.apply(a, self._wide(direction[site.weight])))
+                e = site.kept(site.rule.apply(a, self._wide(direction[site.weight])))
                 if site.a.requires_grad:
                     t = site.rule.transpose(delta, self._wide(direction[site.weight]), a.shape)
             if site.bias is not None:
@@ -334,7 +352,7 @@ class LayerPass:
             for i in uses:
                 site, a, delta = self.sites[i], self.inputs[i], self.deltas[i]
                 columns = factors[0][0] if factors else site.rule.columns(a)
-                along_output[i] = _kept(site, products.apply_each(site.rule, columns, formed, delta))
+                along_output[i] = site.kept(products.apply_each(site.rule, columns, formed, delta))
                 if site.a.requires_grad:
                     along_input[i] = products.transpose_each(site.rule, delta, formed, a)
         for name, uses in self.bias_uses.items():
@@ -364,7 +382,7 @@ class LayerPass:
         )
         of_columns, of_rows = products.gram(others[0], columns), products.gram(others[1], rows)
         e = products.combined(others[1], of_columns).to(self.dtype)
-        along_output[i] = _kept(site, rule.from_rows(e, delta.shape))
+        along_output[i] = site.kept(rule.from_rows(e, delta.shape))
         if site.a.requires_grad:
             t = products.combined(others[0], of_rows).to(self.dtype)
             along_input[i] = rule.from_columns(t, self.inputs[i].shape)
@@ -421,7 +439,7 @@ class LayerPass:
         pairs: list[list[Pair]] = []
         for i, (site, a, delta) in enumerate(zip(self.sites, self.inputs, self.deltas, strict=True)):
             delta_dot, a_dot = found.get((i, True)), found.get((i, False))
-            here = [(a, torch.zeros_like(delta) if delta_dot is None else _kept(site, delta_dot))]
+            here = [(a, torch.zeros_like(delta) if delta_dot is None else site.kept(delta_dot))]
             if a_dot is not None:
                 here.append((a_dot, delta))
             pairs.append(here)
@@ -434,20 +452,3 @@ def _backward(outputs: list[Tensor], z: Tensor, seeds: list[Tensor], *, create_g
         return None
     (at_z,) = torch.autograd.grad(outputs, z, seeds, retain_graph=True, create_graph=create_graph, allow_unused=True)
     return at_z
-
-
-def _kept(site: Site, value: Tensor) -> Tensor:
-    keep = site.rule.keep(site.a) if isinstance(site.rule, EmbeddingRule) else None
-    return value if keep is None else value * keep
-
-
-def _all_zero(deltas: list[Tensor | None]) -> bool:
-    return not any(bool(delta.any()) for delta in deltas if delta is not None)
-
-
-def _uses(names: Any) -> dict[str, list[int]]:
-    uses: dict[str, list[int]] = {}
-    for i, name in enumerate(names):
-        if name is not None:
-            uses.setdefault(name, []).append(i)
-    return uses

@@ -21,7 +21,7 @@ class GenericPass:
     Its methods are those of LayerPass.
     """
 
-    method: Literal["layers", "generic"] = "generic"
+    method: Literal["layers", "mixed", "generic"] = "generic"
 
     def __init__(self, problem: Problem, z: Tensor, inputs: Inputs, targets: Any, *, check: bool = False) -> None:
         self.problem, self.z = problem, z.detach()
@@ -81,12 +81,11 @@ class GenericPass:
 
     def _check_dependence(self) -> None:
         """Checks that the loss depends on no parameter that was not replaced, and that no layer is fused."""
-        for name, module in self.problem.model.named_modules():
-            if isinstance(module, torch.nn.RNNBase | torch.nn.RNNCellBase):
-                raise ValueError(
-                    f"torch.func cannot take {name or 'the model'} ({type(module).__name__}) record by record: "
-                    "write the recurrence with nn.Linear layers"
-                )
+        refused = fused_recurrence(self.problem.model)
+        if refused is not None:
+            raise ValueError(
+                f"torch.func cannot take {refused} record by record: write the recurrence with nn.Linear layers"
+            )
         z, inputs, targets = batch_rows((self.z, *self.public), slice(0, 1))
         with torch.enable_grad():
             if self.problem.losses(z, inputs, targets, self.params).requires_grad:
@@ -135,6 +134,17 @@ class GenericPass:
         """Maps function(z, public, ...) over records by vmap."""
         dims = tree_map(lambda t: 0 if isinstance(t, Tensor) else None, self.public)
         return vmap(function, in_dims=(0, dims, *(0,) * (len(args) - 1)))(args[0], self.public, *args[1:])
+
+
+def fused_recurrence(model: torch.nn.Module) -> str | None:
+    """Returns the name of a recurrent layer of PyTorch's, for which there are no rules by record; None: there is none.
+
+    (Cells are taken record by record by a slow loop on a CPU, and not at all on CUDA.)
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.RNNBase | torch.nn.RNNCellBase):
+            return f"{name or 'the model'} ({type(module).__name__})"
+    return None
 
 
 def _rows(each: Tensor) -> Tensor:

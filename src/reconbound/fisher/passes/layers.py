@@ -127,6 +127,8 @@ class ConvRule:
         return _FORWARD[len(self.kernel)](a, weight, None, self.stride, self.padding, self.dilation, self.groups)
 
     def transpose(self, delta: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+        if self._goes_by_shifts and not delta.is_cuda:
+            return convolutions.by_shifts(delta, weight, shape, self.stride[0], self.padding)
         if weight.shape[1] <= _FEW_CHANNELS and not delta.is_cuda:
             matrices = weight.reshape(self.groups, weight.shape[0] // self.groups, -1).transpose(1, 2)
             if self.groups == 1:
@@ -136,6 +138,17 @@ class ConvRule:
             return self.reversed_transpose(delta, weight)
         args = (self.stride, self.padding, self.dilation, self.groups)
         return _INPUT[len(self.kernel)](shape, weight, delta, *args)
+
+    @property
+    def _goes_by_shifts(self) -> bool:
+        """Returns whether the kernel is cut into whole shifts, for a stride above 1 (`convolutions.by_shifts`)."""
+        plain = len(self.kernel) == 2 and self.groups == 1 and set(self.dilation) == {1}
+        return (
+            plain
+            and len(set(self.stride)) == 1
+            and self.stride[0] > 1
+            and all(k % self.stride[0] == 0 for k in self.kernel)
+        )
 
     @property
     def transposes_as_convolution(self) -> bool:
@@ -232,6 +245,20 @@ class EmbeddingRule(LinearRule):
     def keep(self, a: Tensor) -> Tensor | None:
         """Returns 1 where the weight is used and 0 at the padding index, whose row gets no gradient."""
         return None if self.padding_idx is None else (a != self.padding_idx).unsqueeze(-1)
+
+
+@dataclass(frozen=True)
+class CopyRule(LinearRule):
+    """Rule of a parameter of which each record uses a copy of its own: δ (B, *shape) is the record's gradient.
+
+    The copy is treated as a bias, which meets no input.
+    """
+
+    def rows(self, delta: Tensor) -> Tensor:
+        return delta.reshape(delta.shape[0], 1, -1, 1)
+
+    def from_rows(self, rows: Tensor, shape: torch.Size) -> Tensor:
+        return rows.reshape(shape)
 
 
 Rule = LinearRule | ConvRule

@@ -8,7 +8,7 @@ no rule covers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
 from reconbound.fisher.options import capturing
+from reconbound.fisher.passes.attention import attend, weight_norm
 from reconbound.fisher.passes.convolutions import convolve, pool, poolable
 from reconbound.fisher.passes.layers import ConvRule, EmbeddingRule, LinearRule, Rule, ScaleRule
 from reconbound.validate.model import CHECKPOINTING
@@ -34,10 +35,17 @@ _CHECKED: WeakKeyDictionary[nn.Module, dict[Any, Passed]] = WeakKeyDictionary()
 
 @dataclass
 class Passed:
-    """Counts the batches that passed the checks of a model with its loss, and keeps the largest size among them."""
+    """Counts the batches that passed the checks of a model with its loss, and keeps the largest size among them.
+
+    Attributes:
+        batches: how many passed.
+        largest: the largest size among them.
+        copied: the parameters of which each record used a copy of its own (see mixed.py).
+    """
 
     batches: int = 0
     largest: int = 0
+    copied: frozenset[str] = frozenset()
 
     def is_due(self, records: int) -> bool:
         """Returns whether a batch is to be checked: the first, one after 1, 2, 4, 8, ..., and any larger one."""
@@ -51,6 +59,10 @@ class NotCovered(Exception):
     """Raised where the layer rules do not cover a model; the message says why."""
 
 
+class _NotByRow(Exception):
+    """Raised where a known function takes something that no rule knows; it is then run as PyTorch runs it."""
+
+
 @dataclass
 class Site:
     """One use of a layer: o = weight·a + bias. The names are those of trainable parameters, None for anything else."""
@@ -62,29 +74,67 @@ class Site:
     weight: str | None
     bias: str | None
 
+    def kept(self, value: Tensor) -> Tensor:
+        """Returns an output's value or gradient with zeros where the weight is not used (an embedding's padding)."""
+        keep = self.rule.keep(self.a) if isinstance(self.rule, EmbeddingRule) else None
+        return value if keep is None else value * keep
+
 
 class Recorder(TwiceDifferentiable):
     """A mode in which every use of the named parameters by a known function is appended to sites.
 
-    Functions without a second derivative are computed by others, as in `TwiceDifferentiable`, which are recorded.
+    Functions without a second derivative are computed by others, as in `TwiceDifferentiable`, which are recorded. So is
+    attention with parameters of its own.
+
+    Args:
+        params: the parameters, by name.
+        mapped: the model is run in one vmap over the records, with one record in each of its batches. What is recorded
+            has a row for each record all the same.
     """
 
-    def __init__(self, params: Mapping[str, Tensor]) -> None:
+    def __init__(self, params: Mapping[str, Tensor], *, mapped: bool = False) -> None:
         super().__init__()
         self.names = {id(p): name for name, p in params.items()}
         self.sites: list[Site] = []
+        self.mapped = mapped
+        self.over: Tensor | None = None  # a tensor that the vmap runs over
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        transformed = torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
-        if func is torch.autograd.grad or func is Tensor.backward or transformed:
+        levels = torch._C._functorch.maybe_current_level() or 0
+        if func in _TRANSFORMS or levels > self.mapped or forward_ad._current_level >= 0:
             raise NotCovered("the model differentiates or transforms something itself, which may involve parameters")
         result, kwargs = None, kwargs or {}
-        if func in REPLACED:
+        if func in _REPLACED:
             with self:
-                result = REPLACED[func](func, *args, **kwargs)
+                result = _REPLACED[func](func, *args, **kwargs)
         elif func in _KNOWN and torch.is_grad_enabled():
-            result = _KNOWN[func](self, *args, **kwargs)
+            result = self._by_row(func, *args, **kwargs) if self.mapped else _KNOWN[func](self, *args, **kwargs)
         return func(*args, **kwargs) if result is None else result
+
+    def _by_row(self, func: Any, input: Tensor, *rest: Any, **how: Any) -> Tensor | None:
+        """Runs a known function inside the vmap, on a tensor with a row for each record, and records that.
+
+        None: it takes something else that the vmap runs over, such as a copy of a parameter for each record.
+        """
+        image = func in _IMAGES  # a record is a batch of one, whose dimension is left out
+        if image and (input.dim() != (_IMAGES[func] or input.dim()) or input.shape[0] != 1):
+            return None
+        others = [t for t in (*rest, *how.values()) if isinstance(t, Tensor) and self.name(t) is None]
+
+        def run(records: int, dims: tuple[int | None, ...], a: Tensor) -> Tensor:
+            if any(dim is not None for dim in dims[1:-1]):
+                raise _NotByRow
+            rows = a.expand(records, *a.shape) if dims[0] is None else a.movedim(dims[0], 0)
+            found = _KNOWN[func](self, rows.squeeze(1) if image else rows, *rest, **how)
+            if found is None:
+                raise _NotByRow
+            return found.unsqueeze(1) if image else found
+
+        try:
+            found: Tensor = _mapped(run, input, *others, self.over)
+        except _NotByRow:
+            return None
+        return found
 
     def name(self, param: Tensor | None) -> str | None:
         return self.names.get(id(param))
@@ -104,11 +154,30 @@ class Recorder(TwiceDifferentiable):
         return output
 
 
-def _linear(rec: Recorder, a: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    if (rec.name(weight) is None and rec.name(bias) is None) or a.dim() < 2 or weight.dim() != 2:
+class _Mapped(torch.autograd.Function):
+    """Runs a function of whole batches inside a vmap over records: PyTorch's own way to reach the batch from there."""
+
+    @staticmethod
+    def forward(run: Any, *tensors: Tensor) -> Tensor:
+        raise NotImplementedError("only inside a vmap")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], run: Any, *tensors: Tensor) -> tuple[Tensor, int]:
+        return run(info.batch_size, in_dims[1:], tensors[0]), 0
+
+
+_mapped: Callable[..., Tensor] = _Mapped.apply
+
+
+def _linear(rec: Recorder, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    if (rec.name(weight) is None and rec.name(bias) is None) or input.dim() < 2 or weight.dim() != 2:
         return None
-    output = F.linear(a, rec.constant(weight), rec.constant(bias))
-    return rec.add(LinearRule(), a, output, weight, bias)
+    output = F.linear(input, rec.constant(weight), rec.constant(bias))
+    return rec.add(LinearRule(), input, output, weight, bias)
 
 
 def _conv(rank: int) -> Callable[..., Tensor | None]:
@@ -166,9 +235,9 @@ def _avg_pool2d(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Tensor | None:
-    """Replaces average pooling by a form that is cheaper to differentiate on CUDA; records nothing."""
+    """Replaces average pooling by a form that is cheaper to differentiate; records nothing."""
     plain = set(each_side(padding, 2)) == {0} and not ceil_mode and divisor_override is None
-    if not (plain and input.is_cuda):
+    if not plain:
         return None
     kernel, stride = each_side(kernel_size, 2), each_side(stride or kernel_size, 2)
     return pool(input, kernel, stride) if poolable(input.shape, kernel, stride) else None
@@ -204,12 +273,19 @@ _KNOWN: dict[Any, Callable[..., Tensor | None]] = {
     F.layer_norm: _normalised(F.layer_norm, lambda shape: ScaleRule(False, len(shape))),
     F.group_norm: _normalised(F.group_norm, lambda groups: ScaleRule(True, 1)),
 }
+_IMAGES = {F.conv1d: 3, F.conv2d: 4, F.conv3d: 5, F.avg_pool2d: 4, F.group_norm: 0}  # dimensions; 0: any
+_REPLACED: dict[Any, Callable[..., Any]] = {
+    **REPLACED,
+    F.multi_head_attention_forward: attend,
+    torch._weight_norm: weight_norm,
+}
+_TRANSFORMS = (torch.autograd.grad, Tensor.backward)
 
 
-def passed_checks(problem: Problem, z: Tensor, check: bool) -> Passed:
-    """Returns what passed for this model, loss, private part and shape of a record, with and without `check`."""
+def passed_checks(problem: Problem, z: Tensor, check: bool, method: str) -> Passed:
+    """Returns what passed for this model, loss, private part and shape of a record, by `check` and by method."""
     loss = getattr(problem.loss_fn, "__code__", None) or id(problem.loss_fn)
-    key = (check, loss, problem.model.training, tuple(z.shape[1:]), problem.private.part, problem.private.name)
+    key = (check, method, loss, problem.model.training, tuple(z.shape[1:]), problem.private.part, problem.private.name)
     return _CHECKED.setdefault(problem.model, {}).setdefault(key, Passed())
 
 
@@ -265,6 +341,19 @@ def check_order(sites: list[Site], losses: Tensor, alone: Mapping[int, tuple[lis
                 raise NotCovered(f"the input of {site.weight or site.bias} has other values of record {row} in its row")
 
 
+def all_zero(deltas: list[Tensor | None]) -> bool:
+    return not any(bool(delta.any()) for delta in deltas if delta is not None)
+
+
+def uses_by_name(names: Iterable[str | None]) -> dict[str, list[int]]:
+    """Returns the numbers of the sites at which each parameter is used."""
+    found: dict[str, list[int]] = {}
+    for i, name in enumerate(names):
+        if name is not None:
+            found.setdefault(name, []).append(i)
+    return found
+
+
 def _largest(values: Tensor) -> float:
     """Returns the largest absolute value, without infinities: in float16 a loss may be infinite, its gradient not."""
     return float(values.abs().nan_to_num(0.0, 0.0, 0.0).max()) if values.numel() else 0.0
@@ -299,11 +388,17 @@ def check_covered(losses: Tensor, sites: list[Site], params: Mapping[str, Tensor
     for site in sites:
         if site.a._version != site.version:
             raise NotCovered(f"the input of {site.weight or site.bias} is changed in place after its use")
-    both = _in_two_roles(sites)
+    both = in_two_roles(sites)
     if both:  # the rules keep weights and biases apart, and such a gradient is the sum of both shares
         raise NotCovered(f"the parameter {min(both)} is a weight in one layer and a bias in another")
     if not losses.requires_grad:
         return
+    for name in reached(losses, params):
+        raise NotCovered(f"the parameter {name} is used outside the known layers")
+
+
+def reached(losses: Tensor, params: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yields the parameters to which a path leads from the losses. No path leads through a recorded use."""
     names = {id(p): name for name, p in params.items()}
     todo, seen = [losses.grad_fn], set()
     while todo:
@@ -313,13 +408,13 @@ def check_covered(losses: Tensor, sites: list[Site], params: Mapping[str, Tensor
         seen.add(node)
         name = names.get(id(getattr(node, "variable", None)))
         if name is not None:
-            raise NotCovered(f"the parameter {name} is used outside the known layers")
+            yield name
         if type(node).__name__ == "CheckpointFunctionBackward":
             raise ValueError(CHECKPOINTING)
         todo.extend(following for following, _ in node.next_functions)
 
 
-def _in_two_roles(sites: list[Site]) -> set[str]:
+def in_two_roles(sites: list[Site]) -> set[str]:
     """Returns the parameters that are a weight in one use and a bias in another."""
     return {site.weight for site in sites if site.weight} & {site.bias for site in sites if site.bias}
 
