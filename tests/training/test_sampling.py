@@ -38,9 +38,7 @@ def test_batches_are_functions_of_seed_and_step(sampler) -> None:
     assert all(b.dtype == torch.int64 and b.unique().numel() == b.numel() for b in batches)
 
 
-@pytest.mark.parametrize(
-    "sampler", [*SAMPLERS, Poisson(1001, 0.3), Poisson(1001, 0.3, by_gaps=True)], ids=lambda s: f"{s.name} {s.records}"
-)
+@pytest.mark.parametrize("sampler", [*SAMPLERS, Poisson(1001, 0.3), Poisson(300, 0.3, by_gaps=True)])
 @pytest.mark.parametrize("ends", [[0, 40], [0, 7, 20, 33, 40], [0, 1, 2, 3, 4, 5, 40], [0, 13, 13, 40]])
 def test_ranges_of_records_draw_the_parts_of_the_whole_batch(sampler, ends: list[int]) -> None:
     """Whether a record takes part is a function of seed, step and record: how records are shared changes nothing."""

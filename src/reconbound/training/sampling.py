@@ -105,9 +105,9 @@ class Poisson:
         return 1 / self.sample_rate
 
     def batch(self, seed: int, step: int, span: Span | None = None) -> Tensor:
-        if self.by_gaps and self.sample_rate < 1:
-            places = _by_gaps(numbers_of(seed, "batch", step), self.records, self.sample_rate)
-            return within(torch.from_numpy(places), span)
+        if self.by_gaps and self.sample_rate < 1:  # each gap follows from those before it
+            drawn = _by_gaps(numbers_of(seed, "batch", step), self.records, self.sample_rate)
+            return within(torch.from_numpy(drawn), span)
         # 53 random bits: with the 24 of float32 a rate of 1e-9 would never, or far too often, draw anybody
         first, end = span or (0, self.records)
         u = numbers_of(seed, "batch", step, skip=first).random(end - first)

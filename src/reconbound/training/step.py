@@ -399,7 +399,7 @@ def add_to_ledger(ledger: FisherAccountant, batch: Tensor, work: StepWork) -> No
         batch: the records that took part.
         work: what was computed.
     """
-    for one in work.information:  # finite, as the measurer has checked
+    for one in work.information:
         ledger.add(one.records, one.found, **one.how)
     if work.followed is not None:
         ledger.follow(work.followed)
