@@ -202,7 +202,7 @@ def test_saved_narrow_ledgers_come_back(tmp_path: Path, monkeypatch: pytest.Monk
     ledger.save(tmp_path / "ledger")
     again = FisherAccountant.load(tmp_path / "ledger")
     assert all(torch.equal(value, again.state()[name]) for name, value in ledger.state().items())
-    monkeypatch.setattr(compact, "LARGE", 2**24)
+    monkeypatch.setattr(compact, "LARGE", 2**22)
     with pytest.raises(InputError, match=r"torch\.float64"):
         FisherAccountant.load(tmp_path / "ledger")
 
