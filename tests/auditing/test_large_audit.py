@@ -39,6 +39,7 @@ def test_a_report_on_some_records_has_their_own_numbers(
 ) -> None:
     whole = read_audit(audited(tmp_path / "whole", rules=rules))[1]
     monkeypatch.setattr(leaks, "SHOWN", SHOWN)
+    monkeypatch.setattr(leaks, "MANY", SHOWN)
     run, some = read_audit(audited(tmp_path / "some", rules=rules))
     names = record_names(some.names)
     rows = [int(name.removeprefix("row ")) for name in names]
@@ -68,6 +69,7 @@ def test_a_report_on_some_records_has_their_own_numbers(
 
 def test_its_pages_say_so_and_its_ledger_has_every_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leaks, "SHOWN", SHOWN)
+    monkeypatch.setattr(leaks, "MANY", SHOWN)
     folder = audited(tmp_path / "audit")
     run, found = read_audit(folder)
     view = View(run, found)

@@ -25,7 +25,7 @@ from reconbound.accounting.compact import extremes
 from reconbound.accounting.confidence import upper_limit
 from reconbound.accounting.divergence_ledger import DivergenceLedger
 from reconbound.auditing.models import score
-from reconbound.auditing.options import ADVICE, AuditOptions
+from reconbound.auditing.options import ADVICE, MANY, AuditOptions
 from reconbound.auditing.priors import dataset_facts, guess_of, missing_of
 from reconbound.data import Dataset
 from reconbound.report.folder import Leakage, packed_names
@@ -204,8 +204,8 @@ def _parts(blocks: list[tuple[int, int]], count: int) -> list[list[tuple[int, in
 #: Most and least exposed records that are kept whole, with probes for each of their measurements; records over which
 #: the average diagonal is taken where not all are measured.
 MOST, LEAST, PROBES, SAMPLE = 12, 6, 16, 500
-#: Records that a report is about at most, drawn at random, beside the most exposed ones.
-SHOWN = 2**18
+#: Records that a report is about where there are more than MANY: drawn at random, beside the most exposed ones.
+SHOWN = 2**16
 #: The diagonals of all records are kept where they are so many numbers at most (4 bytes each).
 NUMBERS = 2_000_000
 CONFIDENCE = 0.95
@@ -279,7 +279,7 @@ def shown_records(ledger: FisherAccountant, *others: Tensor | None) -> Tensor | 
         *others: records that must be among them.
     """
     records = ledger.account.records
-    if records <= SHOWN:
+    if records <= MANY:
         return None
     drawn = np.random.default_rng(0).choice(records, SHOWN, replace=False, shuffle=False)  # it is no secret
     most = [torch.tensor([i for i, _ in ledger.divergences.most_exposed(MOST, w)]) for w in ledger.divergences.worlds]
@@ -294,8 +294,8 @@ def _places(records: Tensor, rows: Tensor) -> Tensor:
 
 
 def _some(records: int) -> slice:
-    """Returns evenly spread records, at most SHOWN: all where they are few."""
-    return slice(None, None, -(-records // SHOWN))
+    """Returns evenly spread records, about SHOWN where they are more than MANY: otherwise all."""
+    return slice(None, None, records // SHOWN if records > MANY else 1)
 
 
 def divergences_of(ledger: DivergenceLedger, at: Any = slice(None)) -> dict[str, Any]:

@@ -193,7 +193,7 @@ def make_learner(
     return PrivateSGD(model, make_loss(dataset), inputs, targets, settings, **chosen)
 
 
-#: Records above which a checkpoint, which holds the ledger, is written less often.
+#: Records above which a report is about some of them, and a checkpoint, which holds the ledger, is written less often.
 MANY = 2**20
 #: Files of a finished audit.
 FILES = (RUN, LEAKAGE, REPORT, PUBLIC_REPORT, MODEL, INPUTS)

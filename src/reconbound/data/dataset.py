@@ -371,7 +371,16 @@ def find_copies(*parts: Any) -> Copies:
     count = len(arrays[0]) if arrays else 0
     digests = np.empty(count, dtype=np.uint64)
     for at in range(0, count, _AT_ONCE):
-        digests[at : at + _AT_ONCE] = _digests([_rows(array[at : at + _AT_ONCE]) for array in arrays])
+        digests[at : at + _AT_ONCE] = record_digests([array[at : at + _AT_ONCE] for array in arrays])
+    return copies_among(digests)
+
+
+def copies_among(digests: np.ndarray) -> Copies:
+    """Finds the records that have the digest of another.
+
+    Args:
+        digests: of each record, (N,), uint64.
+    """
     order = np.sort(digests)
     places = np.flatnonzero(order[1:] == order[:-1])  # where one is followed by its equal
     if not len(places):
@@ -383,9 +392,13 @@ def find_copies(*parts: Any) -> Copies:
     return Copies(int(sizes.sum()), np.flatnonzero(digests == digests[first]))
 
 
-def _digests(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns a digest of each record: BLAKE2b of its bytes."""
-    joined = np.concatenate(rows, axis=1)
+def record_digests(leaves: Sequence[Any]) -> np.ndarray:
+    """Returns a digest of 64 bits of each record: BLAKE2b of its bytes.
+
+    Args:
+        leaves: arrays or tensors with one row per record.
+    """
+    joined = np.concatenate([_rows(leaf) for leaf in leaves], axis=1)
     found = (hashlib.blake2b(row, digest_size=8).digest() for row in joined)
     return np.frombuffer(b"".join(found), dtype=np.uint64)
 

@@ -30,6 +30,7 @@ from reconbound.fisher.worlds import NO_WORLDS, REMOVED, World, check_worlds
 from reconbound.training import checkpoint as checkpoints
 from reconbound.training import noise as noises
 from reconbound.training import settings as given
+from reconbound.training.rows import DatasetRows
 from reconbound.training.sampling import make_account, make_plans, make_sampler, padded_sizes, steps_of, with_gaps
 from reconbound.training.settings import Callback, Fault, Settings, reset_parameters
 from reconbound.training.step import Kept, LossFn, Measurer, StepWork
@@ -52,7 +53,8 @@ class PrivateSGD:
         model: any torch model that treats each record independently; it is trained in place.
         loss_fn: (outputs, targets) → one loss per record, (B,).
         inputs: the training inputs, tensors or NumPy arrays (or a tuple or dictionary of them) with one row per record.
-            Arrays of floats get the model's dtype; tensors must have it.
+            Arrays of floats get the model's dtype; tensors must have it. Or a map-style torch Dataset of pairs (input,
+            target), or DatasetRows of one, which are read when they are needed; targets is then None.
         targets: the training targets, in the same forms.
         settings: the run's Settings.
         optimizer: parameters → torch optimizer; default SGD with the settings' lr, momentum and weight_decay. Whatever
@@ -112,8 +114,7 @@ class PrivateSGD:
         flags = {"spectral": spectral, "progress": progress, "check": check}
         given.check_arguments(model, settings, callbacks, functions, flags)
         self.model, self.loss_fn, self.settings = model, loss_fn, settings
-        self.inputs = given.as_tensors(model, "inputs", inputs)
-        self.targets = given.as_tensors(model, "targets", targets)
+        self.inputs, self.targets = given.as_rows(model, inputs, targets)
         self.records = given.record_count(self.inputs, self.targets)
         self.sampler = make_sampler(settings.sampler, self.records, settings.sample_rate)
         self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -139,7 +140,7 @@ class PrivateSGD:
         kept = Kept(not (isinstance(diagonal, str) and diagonal == "none"), spectral, self.worlds or NO_WORLDS)
         self.measurer = Measurer(model, loss_fn, (self.inputs, self.targets), settings, private, kept=kept, check=check)
         self.features = self.measurer.features
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not isinstance(self.inputs, DatasetRows):
             self.sampler = with_gaps(self.sampler)
             self.measurer.replay(padded_sizes(self.sampler))
         self._ledger: FisherAccountant | None = None
