@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -133,6 +135,14 @@ def test_damaged_files_and_full_disks_are_refused(
     with monkeypatch.context() as patch:
         patch.setattr(streaming.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 100}))
         with pytest.raises(DataError, match="TMPDIR"):
+            load_dataset(path, target="answer")
+        patch.setattr(streaming.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 10**9}))
+
+        def full(*args: Any, **kwargs: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        patch.setattr(streaming.tempfile, "TemporaryFile", full)
+        with pytest.raises(DataError, match="is full"):
             load_dataset(path, target="answer")
     with pytest.raises(InputError, match="target"):
         load_dataset(path)

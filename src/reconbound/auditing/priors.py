@@ -192,7 +192,8 @@ def dataset_facts(dataset: Dataset, worlds: Sequence[str], *, whole: bool = True
         **category_facts(dataset),
     }
     if not whole:
-        facts["notes"] += describe_copies(find_copies(dataset.inputs, dataset.targets), len(dataset.inputs))
+        said = describe_copies(find_copies(dataset.inputs, dataset.targets), len(dataset.inputs))
+        facts["notes"] += said or ("no record has an exact copy among the others; floors are for one row",)
     if dataset.private is not None:
         flat = flat_inputs(dataset)
         parts = (flat[at : at + _CHUNK] for at in range(0, len(flat), _CHUNK))

@@ -8,6 +8,7 @@ for.
 
 from __future__ import annotations
 
+import errno
 import shutil
 import tempfile
 from collections import Counter
@@ -142,6 +143,8 @@ def load_large_parquet(path: Path, options: DataOptions) -> Dataset:
     except (DataError, InputError, MemoryError):
         raise
     except Exception as reason:  # pyarrow has many ways to say that a file is damaged
+        if getattr(reason, "errno", None) == errno.ENOSPC:
+            raise DataError(f"{path}: the disk of {tempfile.gettempdir()} is full; name another by TMPDIR") from None
         words = " ".join(str(reason).split())
         raise DataError(f"{path}: damaged or not a Parquet file ({words[:160]})") from None
 
@@ -178,6 +181,15 @@ class _Reader:
                 raise DataError(f"{path}, column {name!r}: {what}; convert it, or leave it out by --drop {name!r}")
             self.columns[name] = one.name
             self.numeric[name] = number and name not in self.as_text and not types.is_dictionary(one.type)
+
+        self._check_room(4 * self.count)  # of one input: a small file can claim any number of rows
+
+    def _check_room(self, needed: int) -> None:
+        """Refuses a table whose inputs, of this many bytes at least, do not fit on the disk."""
+        folder = tempfile.gettempdir()
+        if needed > (free := shutil.disk_usage(folder).free):
+            what = f"needs {needed / 1e9:.1f} GB in {folder}, where {free / 1e9:.1f} GB are free"
+            raise DataError(f"{self.source}: {what}; name another folder by the environment variable TMPDIR")
 
     # --- batches -------------------------------------------------------------------------
 
@@ -381,10 +393,7 @@ class _Reader:
         use: np.ndarray,
     ) -> list[np.ndarray]:  # fmt: skip
         """Returns the inputs of the rows to train on and to test on, float32, mapped from files without a name."""
-        needed, folder = 4 * width * int((use > 0).sum()), tempfile.gettempdir()
-        if needed > (free := shutil.disk_usage(folder).free):
-            what = f"needs {needed / 1e9:.1f} GB in {folder}, where {free / 1e9:.1f} GB are free"
-            raise DataError(f"{self.source}: {what}; name another folder by the environment variable TMPDIR")
+        self._check_room(4 * width * int((use > 0).sum()))
         files = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 - of mode 0600, and removed already
         for at, frame in self._batches(names):
             inputs = np.concatenate([encode(frame, at) for encode in encoders], axis=1, dtype=np.float32)
