@@ -67,7 +67,9 @@ def summarize(ledger: FisherAccountant, unit: float, caveats: tuple[str, ...]) -
         found["no_limit_because"] = explain_no_limit(next(passes()), passes)
 
     def floors(k: int) -> Callable[[], Iterator[np.ndarray]]:
-        return lambda: (traces.floor_values(k, unit, part)[(times[part] > 0).cpu()] for part in parts_of(records))
+        return lambda: (
+            traces.floor_values(k, unit, part)[(times[part] > 0).cpu().numpy()] for part in parts_of(records)
+        )
 
     return found | {
         "floor_estimate": {rule: quantiles(floors(k)) for k, rule in enumerate(ledger.account.kept_rules)},
