@@ -56,7 +56,7 @@ class RowNames(Sequence[str]):
 
 @dataclass
 class _Found:
-    """What the first pass finds of a column.
+    """Facts of a column that the first pass finds.
 
     Attributes:
         name: of the column.
