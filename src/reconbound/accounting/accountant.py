@@ -30,6 +30,7 @@ from reconbound.accounting.compact import parts_of
 from reconbound.accounting.confidence import (
     Estimates,
     MostExposed,
+    Spread,
     explain_no_limit,
     spread_of,
     upper_limit,
@@ -419,6 +420,14 @@ class FisherAccountant:
         if reason is not None and self._is_first("limits"):
             warn_user(f"no confidence limit (infinity): {reason}", ReconboundWarning)
         return limits
+
+    def spread(self, rule: str | None = None) -> Spread:
+        """Returns what the upper limits of all records share.
+
+        Args:
+            rule: one of the account's; the first by default.
+        """
+        return spread_of(self._passes(rule))
 
     def no_limit_because(self, rule: str | None = None) -> str | None:
         """Returns why `upper` is infinite for some or all records, and the remedy; None where all have a limit.
