@@ -41,7 +41,8 @@ RESULTS = Path(__file__).parent / "results"
 RECORDS, CHOSEN, TRIALS = 100, 10, 200
 PARTS = ("full", "coarse", "map", "one-of-k")
 MAP_LEVELS = (0.4, 1.5)
-SECRETS, LEVELS, SECRET_TRIALS, SECRET = (2, 10, 100), (1.0, 2.0, 4.0), 500, 0
+#: Trainings for each number of candidates; noise multipliers; the record that is secret.
+SECRETS, LEVELS, SECRET = {2: 2000, 10: 500, 100: 500}, (1.0, 2.0, 4.0), 0
 
 
 def losses(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -139,13 +140,14 @@ def map_rows(noise: float, trials: int) -> Iterator[dict[str, object]]:
         }  # fmt: skip
 
 
-def secret_rows(trials: int) -> Iterator[dict[str, object]]:
+def secret_rows(share: float) -> Iterator[dict[str, object]]:
     images, _ = load_digits(return_X_y=True)
     digits = torch.from_numpy(images / 16).reshape(-1, 1, 8, 8)
     for noise in LEVELS:
         training = problem("one-of-k", noise)
         y = training.targets[SECRET : SECRET + 1]
-        for k in SECRETS:
+        for k, count in SECRETS.items():
+            trials = max(2, round(share * count))
             candidates = digits[RECORDS : RECORDS + k]
             secret = torch.randint(0, k, (trials,), generator=torch.Generator().manual_seed(k))
             known = SGDKnowledge(training.model, losses, training.settings, y, candidates[:1])
@@ -189,7 +191,7 @@ def train(parts: list[str], folder: Path, share: float) -> None:
         if part == "map":
             rows = [found for noise in MAP_LEVELS for found in map_rows(noise, trials)]
         elif part == "one-of-k":
-            rows = list(secret_rows(max(2, round(share * SECRET_TRIALS))))
+            rows = list(secret_rows(share))
         else:
             rows = list(likelihood_rows(part, trials))
         write(path_of(part, folder), rows)

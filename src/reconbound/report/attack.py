@@ -34,7 +34,7 @@ _NUMBERS = ("floor", "cramer_rao", "guess")
 
 @dataclass(frozen=True, repr=False)
 class Attacked:
-    """What attacks found in fresh trainings around an audit's.
+    """The result of attacks in fresh trainings around an audit's.
 
     Attributes:
         records: of each attacked record its floors and attacks.
