@@ -367,6 +367,24 @@ def read_options(folder: str | os.PathLike[str]) -> tuple[AuditOptions, str]:
         raise files.Unreadable(f"{Path(folder) / PLAN} has options that cannot be ({reason}): {ADVICE}") from None
 
 
+def refuse_other_data(folder: str | os.PathLike[str], dataset: Dataset) -> None:
+    """Refuses data that are not those of the audit in a folder.
+
+    Args:
+        folder: the audit's.
+        dataset: the data.
+
+    Raises:
+        InputError: names the first differences.
+    """
+    before = _read(Path(folder) / PLAN)["data"]
+    differences = _differences(before, about(dataset))
+    if differences:
+        more = [f"and {len(differences) - NAMED} more"] if len(differences) > NAMED else []
+        what = f"must be those of the audit, read with the same options ({'; '.join(differences[:NAMED] + more)})"
+        raise InputError("data", what, dataset.name)
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         content = files.unsealed_json(path)
