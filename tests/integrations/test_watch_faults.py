@@ -15,6 +15,7 @@ import torch
 import reconbound as rb
 from beside_opacus import private
 from injecting import REFUSALS, refusing
+from reconbound._internal.checks import InputError
 from reconbound._internal.files import unsealed
 from reconbound.integrations.opacus import Measuring, OpacusLedger
 from tampering import changed, changed_tensors
@@ -64,6 +65,39 @@ def test_a_changed_state_is_refused_or_a_ledger_of_numbers(measured: bool) -> No
             assert bool(((chances >= 0.1) & (chances <= 1)).all()), (k, what, chances)
         assert 0 <= fresh.get_epsilon(1e-5) < float("inf"), (k, what)
     assert 0 < taken < count
+
+
+def endless() -> list[Any]:
+    """A list that is twice in a list, sixty times: its text, or comparing it with its like, never ends."""
+    made: list[Any] = [0]
+    for _ in range(60):
+        made = [made, made]
+    return made
+
+
+@pytest.mark.parametrize(
+    "value", [torch.ones(2), endless(), {"a": torch.ones(3)}, None], ids=["tensor", "endless", "dictionary", "none"]
+)
+@pytest.mark.parametrize(
+    "name",
+    ["mark", "noise_multiplier", "worlds", "steps", "finished", "seed", "tensors", "nats", "bounds", "noise_states"],
+)
+def test_state_with_something_else_is_refused_and_changes_nothing(name: str, value: Any) -> None:
+    """Tensors were compared with numbers, and a state without its seed left a ledger of another training behind."""
+    made, ledger = begun(True)
+    made.train(1)
+    state = ledger.state_dict()
+    inner = {"noise_multiplier": state["mark"], "worlds": state["mark"], "nats": state["tensors"]}.get(name, state)
+    inner[name] = value
+    _, fresh = begun(True)
+    before = fresh.accountant.state()
+    with time_limit(20, (name, value)), pytest.raises(InputError) as caught:
+        fresh.load_state_dict(state)
+    assert len(str(caught.value)) < 2000
+    assert fresh.steps == 0
+    assert all(
+        torch.equal(part, before[key]) for key, part in fresh.accountant.state().items() if key != "fingerprints"
+    )
 
 
 def spoilt(good: dict[str, Any], rng: random.Random) -> tuple[Any, str]:
