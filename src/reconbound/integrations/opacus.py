@@ -379,23 +379,22 @@ class OpacusLedger:
         if self.steps or self.finished:
             raise InputError("state", "must be loaded before the first step", f"{self.steps} steps")
         own, given = self._mark(), state.get("mark")
-        marks = given if isinstance(given, Mapping) else {}
-        other = [name for name, mark in own.items() if type(marks.get(name)) is not type(mark) or marks[name] != mark]
-        if other or len(marks) != len(own):
-            raise InputError("state", f"must be of the same training, {own}", f"another {', '.join(other) or 'mark'}")
+        if not isinstance(given, Mapping) or not all(
+            type(given.get(k)) is type(v) and given[k] == v for k, v in own.items()
+        ):
+            raise InputError("state", f"must be of the same training, {own}", "that of another one")
         steps, finished = state.get("steps"), state.get("finished")
         if type(steps) is not int or steps < 0 or type(finished) is not bool or (finished and not steps):
             raise InputError("state", "must have its number of steps", f"{type(steps).__name__} and {finished is True}")
         bounds = state.get("bounds")
         if not isinstance(bounds, list | tuple) or len(bounds) != (2 if steps else 0) or {*map(type, bounds)} - {float}:
             raise InputError("state", "must have the smallest and the largest clip norm", f"a {type(bounds).__name__}")
-        for bound in bounds:
-            number("bounds", bound, above=0.0)
+        bounds = [number("bounds", bound, above=0.0) for bound in bounds]
         states = NoiseStates(self._optimizer)
         states.restore(state.get("noise_states"))
         seed = None if self._blocks is None else checked_seed(state.get("seed"), "state")
         self._ledger.restore(state.get("tensors"), int(finished))  # type: ignore[arg-type]
-        self.steps, self._bounds, self._states = steps, list(bounds), states
+        self.steps, self._bounds, self._states = steps, bounds, states
         self._before = max(0, self._before - steps)
         if self._blocks is not None and seed is not None:
             self._blocks.seed = seed
