@@ -39,6 +39,7 @@ from reconbound.integrations.guards import (
     Settings,
     check_accounted,
     check_loss,
+    is_same_mark,
     packed_sequences_refused,
     steps_before,
 )
@@ -378,11 +379,8 @@ class OpacusLedger:
             raise InputError("state", "must be what state_dict of such a ledger returned", type(state).__name__)
         if self.steps or self.finished:
             raise InputError("state", "must be loaded before the first step", f"{self.steps} steps")
-        own, given = self._mark(), state.get("mark")
-        if not isinstance(given, Mapping) or not all(
-            type(given.get(k)) is type(v) and given[k] == v for k, v in own.items()
-        ):
-            raise InputError("state", f"must be of the same training, {own}", "that of another one")
+        if not is_same_mark(self._mark(), state.get("mark")):
+            raise InputError("state", f"must be of the same training, {self._mark()}", "that of another one")
         steps, finished = state.get("steps"), state.get("finished")
         if type(steps) is not int or steps < 0 or type(finished) is not bool or (finished and not steps):
             raise InputError("state", "must have its number of steps", f"{type(steps).__name__} and {finished is True}")
