@@ -282,8 +282,13 @@ class FisherAccountant:
                 memory.
         """
         if isinstance(other, str | os.PathLike):
-            with opened_ledger(type(self), other) as stored:
-                self.merge(stored)
+            try:
+                with opened_ledger(type(self), other) as stored:
+                    self.merge(stored)
+            except InputError as reason:
+                raise InputError(
+                    "other" if reason.name == "path" else reason.name, reason.requirement, reason.value
+                ) from None
             return
         self._check_alike(other)
         self._fingerprints.check_apart(other._fingerprints)
