@@ -33,7 +33,7 @@ from reconbound.fisher.worlds import Replacement
 
 ROWS = Path(__file__).parent / "results"
 NAME = "sandwich_mnist.csv"
-NOISE, RATE, LR, STEPS, REBUILD = 0.6, 0.005, 3.0, 200, 60
+NOISE, RATE, LR, STEPS, REBUILD = 0.6, 0.002, 2.0, 150, 60
 #: Of the small form: 500 digits of 8 × 8 pixels, two records, few steps.
 SMALL = {"records": 3, "trials": 4, "steps": 6, "rate": 0.1, "limit": 500}
 

@@ -191,6 +191,8 @@ def test_family_confidence_and_floors() -> None:
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(InputError, match="trials must be at least 2"):
         attack_records(training(), [Target(2)], Plan(1, 0, GREY))
+    with pytest.raises(InputError, match="rebuild must be at least 2"):
+        attack_records(training(), [Target(2)], Plan(2, 0, GREY, rebuild=1))
     for wrong in ([], [Target(14)], [Target(-1)]):
         with pytest.raises(InputError, match="records must be some indices from 0 to 13"):
             attack_records(training(), wrong, Plan(2, 0, GREY))

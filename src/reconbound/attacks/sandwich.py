@@ -170,7 +170,7 @@ class Plan:
         reference: public values in the place of a record's private features in the other world, (d,).
         private: flat indices of the private features; None for all.
         rebuild: trainings in each world from which records are rebuilt, which takes most of the time and needs a model
-            with derivatives; None: all; 0: none.
+            with derivatives; None: all; 0: none; otherwise at least 2.
         inside: the lowest and the largest value of a feature: answers of the informed attacker are moved there.
         confidence: of the limits of each record.
         advance: called with a number of finished pieces of work; see `pieces_of`.
@@ -202,6 +202,8 @@ def attack_records(training: Training, targets: Sequence[Target], plan: Plan) ->
         plan: how they are attacked.
     """
     whole("trials", plan.trials, at_least=2)
+    if plan.rebuild is not None and plan.rebuild != 0:
+        whole("rebuild", plan.rebuild, at_least=2)
     chosen = [target.record for target in targets]
     if not chosen or min(chosen) < 0 or max(chosen) >= len(training.inputs):
         raise InputError("records", f"must be some indices from 0 to {len(training.inputs) - 1}", chosen[:5])
