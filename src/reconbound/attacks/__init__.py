@@ -8,8 +8,8 @@ from reconbound.attacks.glm import AttackerKnowledge, AttackReport, GLMAttack, r
 from reconbound.attacks.knowledge import SGDKnowledge, Transcript, transcript_of
 from reconbound.attacks.likelihood import LikeliestGLMRecord, most_likely
 from reconbound.attacks.private_sgd import Inversion, LikeliestRecord, Membership, OneOf, with_expectation
-from reconbound.attacks.simulate import SGDAttackReport, SGDTrials, simulate_sgd
 from reconbound.attacks.trainings import Changed, Training, train_many
+from reconbound.attacks.trials import SGDAttackReport, SGDTrials, simulate_sgd
 
 __all__ = [
     "Attack",
