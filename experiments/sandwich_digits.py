@@ -14,8 +14,8 @@ coarse: 4 × 4 pixels (means of four), three hidden tanh, 200 steps, chance 1/5,
     3.3 times the noise, so that the attacker is often unsure whether it took part. There the factor of sampling counts.
     Participation hidden; of the most and the least exposed also known.
 map: 4 × 4 pixels, 100 steps, chance 1/5, σ = 0.4 and 1.5. The attacker expects a digit like the others of its class
-    (Gaussian), and answers with the most probable one. Trainings with each record, without it, and with mid-grey in its
-    place. "both": an attacker who knows that it is the record or mid-grey.
+    (Gaussian), and answers with the most probable one, in 60 of the trainings. Trainings with each record, without it,
+    and with mid-grey in its place. "both": an attacker who knows that it is the record or mid-grey.
 one-of-k: 8 × 8 pixels, 24 steps, chance 1/2: the record is one of k digits that were not trained on, each as likely."""
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ from reconbound.bounds import success_from_kl
 RESULTS = Path(__file__).parent / "results"
 RECORDS, CHOSEN, TRIALS = 100, 10, 200
 PARTS = ("full", "coarse", "map", "one-of-k")
-MAP_LEVELS = (0.4, 1.5)
-SECRETS, LEVELS, SECRET_TRIALS, SECRET = (2, 10, 100), (1.0, 2.0, 4.0), 500, 0
+#: Noise multipliers, and trainings from which records are rebuilt.
+MAP_LEVELS, REBUILD = (0.4, 1.5), 60
+#: Trainings for each number of candidates; noise multipliers; the record that is secret.
+SECRETS, LEVELS, SECRET = {2: 2000, 10: 500, 100: 500}, (1.0, 2.0, 4.0), 0
 
 
 def losses(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -120,32 +122,35 @@ def map_rows(noise: float, trials: int) -> Iterator[dict[str, object]]:
     floor, nats = ledger_of(training)
     chosen = spread(floor)
     targets = [Target(i, Stated(floor[i], nats["removed"][i], nats["grey"][i])) for i in chosen]
-    plan = Plan(trials, 6, torch.full((16,), 0.5, dtype=torch.float64))
+    plan = Plan(trials, 6, torch.full((16,), 0.5, dtype=torch.float64), rebuild=REBUILD)
     for place, one in enumerate(attack_records(training, targets, plan)):
         i, close = one.target.record, one.close_chances
         assert one.probable is not None
         assert one.both is not None
         assert close is not None
+        assert one.close is not None
         assert one.membership is not None
         names = ("trials", "mse", "standard_error", "median", "bias", "variance", "variance_error")
         yield {
             "noise": noise, "record": i, "place": place, "participation": "hidden", "ledger": floor[i],
             "floor": one.floor, "cramer_rao": one.cramer_rao, **{n: getattr(one.probable, n) for n in names},
             "guess": one.guess, "two_point": one.two_point, "both": one.both[0], "both_high": one.both[2],
-            "close": one.close[0] / trials, "close_low": close[0][0], "close_other_high": close[1][1],
+            "close": one.close[0] / one.probable.trials, "close_low": close[0][0], "close_other_high": close[1][1],
+            "tested": one.membership.trials,
             "p_max": close[2], "nats": nats["removed"][i], "learned": one.membership.learned,
             "learned_error": one.membership.learned_error, "nats_low": one.membership.nats,
             "epsilon_low": one.membership.epsilon, "mu_low": one.membership.mu, "faults": "; ".join(one.faults),
         }  # fmt: skip
 
 
-def secret_rows(trials: int) -> Iterator[dict[str, object]]:
+def secret_rows(share: float) -> Iterator[dict[str, object]]:
     images, _ = load_digits(return_X_y=True)
     digits = torch.from_numpy(images / 16).reshape(-1, 1, 8, 8)
     for noise in LEVELS:
         training = problem("one-of-k", noise)
         y = training.targets[SECRET : SECRET + 1]
-        for k in SECRETS:
+        for k, count in SECRETS.items():
+            trials = max(2, round(share * count))
             candidates = digits[RECORDS : RECORDS + k]
             secret = torch.randint(0, k, (trials,), generator=torch.Generator().manual_seed(k))
             known = SGDKnowledge(training.model, losses, training.settings, y, candidates[:1])
@@ -189,7 +194,7 @@ def train(parts: list[str], folder: Path, share: float) -> None:
         if part == "map":
             rows = [found for noise in MAP_LEVELS for found in map_rows(noise, trials)]
         elif part == "one-of-k":
-            rows = list(secret_rows(max(2, round(share * SECRET_TRIALS))))
+            rows = list(secret_rows(share))
         else:
             rows = list(likelihood_rows(part, trials))
         write(path_of(part, folder), rows)

@@ -13,6 +13,7 @@ __version__ = "0.1.0.dev0"
 
 _HOME = {
     "Account": "accounting.spec",
+    "DatasetRows": "training.rows",
     "FisherAccountant": "accounting.accountant",
     "Private": "fisher",
     "PrivateSGD": "training.private_sgd",
@@ -62,6 +63,7 @@ __all__ = [
     "Account",
     "Bound",
     "Composition",
+    "DatasetRows",
     "DiscreteGaussian",
     "FisherAccountant",
     "Guarantee",
@@ -133,6 +135,7 @@ if TYPE_CHECKING:
     from reconbound.mechanisms.guarantee import Guarantee, floor, guarantee
     from reconbound.mechanisms.risk import Risks, risks
     from reconbound.training.private_sgd import PrivateSGD, Settings
+    from reconbound.training.rows import DatasetRows
     from reconbound.validate import check_batch, check_model
 
 

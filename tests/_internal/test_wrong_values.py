@@ -36,6 +36,23 @@ def test_wrong_value_names_its_argument(calls, tmp_path, monkeypatch) -> None:
     assert not found, "\n".join([f"{len(found)} of {len(chosen)}", *found])
 
 
+NAMED_LATE = [
+    ("FisherAccountant.max_success", "baseline", "array"),
+    ("FisherAccountant.max_success", "baseline", "tensor"),
+    ("FisherAccountant.mean_feature_floors", "groups", "lists of different lengths"),
+    ("FisherAccountant.merge", "other", "text"),
+    ("FisherAccountant.merge", "other", "empty text"),
+]
+
+
+@pytest.mark.parametrize(("name", "argument", "value"), NAMED_LATE)
+def test_values_that_a_large_run_found_are_named(calls, name, argument, value, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").mkdir()
+    (case,) = (case for case in calls if case.name == name)
+    assert case.fault(argument, wrong_values.WRONG[value]) is None
+
+
 def test_every_public_name_and_argument_is_tried(calls) -> None:
     tried: dict[str, set[str]] = {}
     for case in calls:

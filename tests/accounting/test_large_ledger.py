@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from learning import data, learner, network
+from learning import RECORDS, data, learner, network
 from reconbound import FisherAccountant
 from reconbound._internal.checks import InputError
 from reconbound.accounting import compact
@@ -123,11 +123,12 @@ def answers(ledger: FisherAccountant) -> dict[str, Any]:
 def test_parts_change_no_number(monkeypatch: pytest.MonkeyPatch, runs: int) -> None:
     whole = trained(runs, budget="every" if runs == 3 else 2.0)
     before, said = answers(whole), whole.summary()
-    monkeypatch.setattr(compact, "PART", 7)
-    ledger = trained(runs, budget="every" if runs == 3 else 2.0)
-    for name, value in answers(ledger).items():
-        assert torch.equal(value, before[name]), name
-    assert ledger.summary() == said
+    for part in (7, RECORDS - 1):  # with a last part of several records, and of one
+        monkeypatch.setattr(compact, "PART", part)
+        ledger = trained(runs, budget="every" if runs == 3 else 2.0)
+        for name, value in answers(ledger).items():
+            assert torch.equal(value, before[name]), name
+        assert ledger.summary() == said
     assert whole.summary() == said
     assert ledger.no_limit_because() == whole.no_limit_because()
     assert str(ledger.mse_floor()) == str(whole.mse_floor())
@@ -202,7 +203,7 @@ def test_saved_narrow_ledgers_come_back(tmp_path: Path, monkeypatch: pytest.Monk
     ledger.save(tmp_path / "ledger")
     again = FisherAccountant.load(tmp_path / "ledger")
     assert all(torch.equal(value, again.state()[name]) for name, value in ledger.state().items())
-    monkeypatch.setattr(compact, "LARGE", 2**24)
+    monkeypatch.setattr(compact, "LARGE", 2**22)
     with pytest.raises(InputError, match=r"torch\.float64"):
         FisherAccountant.load(tmp_path / "ledger")
 
@@ -239,10 +240,10 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 @pytest.mark.slow
 def test_the_benchmark_of_a_large_ledger_stays_within_its_memory(tmp_path: Path) -> None:
-    """In a process of its own: 34 bytes a record, and 0.5 GB for Python, torch and the parts of a pass."""
-    records = compact.LARGE + 1
+    """In a process of its own: 34 bytes a record, and 0.6 GB for Python, torch and the parts of a pass."""
+    records = 12 * compact.PART + 1
     asked = ["--records", str(records), "--updated", "200000", "--folder", str(tmp_path)]
     command = [sys.executable, str(ROOT / "benchmarks" / "large_ledger.py"), *asked]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     peak = float(done.stdout.rsplit("peak memory ", 1)[1].split()[0])
-    assert peak < 0.5 + 34e-9 * records, done.stdout
+    assert peak < 0.6 + 34e-9 * records, done.stdout

@@ -177,12 +177,17 @@ def test_guarantee_for_copies_is_weaker() -> None:
 def test_copies_are_found_by_value() -> None:
     inputs = np.array([[1.0, 2.0], [3.0, 4.0], [1.0, 2.0], [0.0, 4.0], [-0.0, 4.0], [1.0, 2.0]])
     targets = np.array([0, 1, 0, 1, 1, 1])
-    assert find_copies(inputs) == [[0, 2, 5], [3, 4]]
-    assert find_copies(inputs, targets) == [[0, 2], [3, 4]]
-    assert find_copies(torch.tensor(inputs), torch.tensor(targets)) == [[0, 2], [3, 4]]
-    assert find_copies(inputs[:, 1:]) == [[0, 2, 5], [1, 3, 4]]
-    assert find_copies({"a": torch.arange(3), "b": torch.zeros(3)}) == []
-    assert find_copies(np.zeros((0, 2))) == []
+
+    def found(*parts: Any) -> tuple[int, list[int]]:
+        copies = find_copies(*parts)
+        return copies.records, copies.largest.tolist()
+
+    assert found(inputs) == (5, [0, 2, 5])
+    assert found(inputs, targets) == (4, [0, 2])
+    assert found(torch.tensor(inputs), torch.tensor(targets)) == (4, [0, 2])
+    assert found(inputs[:, 1:]) == (6, [0, 2, 5])
+    assert found({"a": torch.arange(3), "b": torch.zeros(3)}) == (0, [])
+    assert found(np.zeros((0, 2))) == (0, [])
 
 
 def test_learner_counts_copied_rows() -> None:

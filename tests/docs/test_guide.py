@@ -25,6 +25,7 @@ BLOCK = re.compile(r"^```(python|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
         ("tutorials/opacus.md", 14),
         ("guides/own_loop.md", 4),
         ("guides/gpu.md", 3),
+        ("guides/large_data.md", 5),
         ("results/attacks.md", 1),
     ],
 )

@@ -206,6 +206,8 @@ def check_answers(ledger: rb.FisherAccountant, about: object) -> None:
         assert bool(((nats >= 0) & (nats <= cap)).all()), (about, world, nats)
         chances = torch.as_tensor(ledger.max_success(0.1, world).value)
         assert bool(((chances >= 0.1) & (chances <= 1)).all()), (about, world, chances)
+    assert "nan" not in repr(ledger)
     if ledger.account.kept_rules:
+        assert ledger.summary()["runs"] == ledger.runs
         for found in (ledger.dfil(), ledger.standard_error(), torch.as_tensor(ledger.mse_floor().value)):
             assert bool((found >= 0).all()), (about, found)  # NaN is not

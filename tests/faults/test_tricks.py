@@ -269,6 +269,21 @@ def test_headers_that_lie_are_one_line(base, tmp_path, kind) -> None:
     refused(small_folders.audit_words(base, "audit"), "is not a file of reconbound's")
 
 
+NOTHINGS = {"long": [0, 2**62], "longer": [0, 2**70], "wide": [0, 2**40, 2**40], "deep": [0] + [1] * 300}
+
+
+@pytest.mark.parametrize("shape", NOTHINGS.values(), ids=NOTHINGS)
+def test_tensors_of_nothing_and_of_any_shape_are_one_line(tmp_path, shape) -> None:
+    """They take no bytes, so that their shape fits: torch refused it in a raw error."""
+    path, empty = tmp_path / "ledger.safetensors", {"dtype": "F64", "shape": shape, "data_offsets": [0, 0]}
+    _ledger().save(path)
+    path.write_bytes(with_header(path.read_bytes(), lambda header, one, other: header.update(zero=empty)))
+    with pytest.raises(InputError, match="path must be a ledger"):
+        rb.FisherAccountant.load(path)
+    with pytest.raises(InputError, match="other must be a ledger"):
+        _ledger().merge(path)
+
+
 def test_a_release_is_read_through_no_link(base) -> None:
     folder = base / "audit"
     for name in ("inputs.json", "model.safetensors"):

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset, default_collate
 
 import reconbound as rb
 from reconbound import fisher
@@ -227,6 +228,8 @@ def cases(folder: Path) -> Iterator[Case]:
     )
     yield Case("PrivateSGD.repeat", lambda runs, steps, epochs: _learner().repeat(runs, steps, epochs=epochs),
                _only(runs=2, steps=2, epochs=None))  # fmt: skip
+    pairs = {"dataset": lambda: TensorDataset(*_data()), "collate": lambda: default_collate, **_only(workers=0)}
+    yield Case("DatasetRows", rb.DatasetRows, pairs, lambda found: (len(found), found.digest))
     settings = {
         "noise_multiplier": 1.0, "max_grad_norm": 1.0, "sample_rate": 0.5, "sampler": "poisson", "clip": "smooth",
         "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0, "rules": (), "budget": 0.15, "probes": 1, "seed": 1,

@@ -15,6 +15,7 @@ import torch
 import reconbound as rb
 from beside_opacus import private
 from injecting import REFUSALS, refusing
+from reconbound._internal.checks import InputError
 from reconbound._internal.files import unsealed
 from reconbound.integrations.opacus import Measuring, OpacusLedger
 from tampering import changed, changed_tensors
@@ -55,8 +56,10 @@ def test_a_changed_state_is_refused_or_a_ledger_of_numbers(measured: bool) -> No
                 assert "tensor(" not in said, (k, what, said)
                 continue
             taken += 1
+            torch.manual_seed(1000 + k)  # noise may not come twice
             if not fresh.finished:
-                again.train(1)
+                said = refusal(lambda again=again: again.train(1))
+                assert said is None or "\n" not in said, (k, what, said)
         for world in fresh.accountant.divergences.worlds:
             nats = fresh.divergence(world)
             assert bool(((nats >= 0) & (nats <= fresh.accountant.divergences.cap(world))).all()), (k, what, nats)
@@ -66,15 +69,49 @@ def test_a_changed_state_is_refused_or_a_ledger_of_numbers(measured: bool) -> No
     assert 0 < taken < count
 
 
+def endless() -> list[Any]:
+    """A list that is twice in a list, sixty times: its text, or comparing it with its like, never ends."""
+    made: list[Any] = [0]
+    for _ in range(60):
+        made = [made, made]
+    return made
+
+
+@pytest.mark.parametrize(
+    "value", [torch.ones(2), endless(), {"a": torch.ones(3)}, None], ids=["tensor", "endless", "dictionary", "none"]
+)
+@pytest.mark.parametrize(
+    "name",
+    ["mark", "noise_multiplier", "worlds", "steps", "finished", "seed", "tensors", "nats", "bounds", "noise_states"],
+)
+def test_state_with_something_else_is_refused_and_changes_nothing(name: str, value: Any) -> None:
+    """Tensors were compared with numbers, and a state without its seed left a ledger of another training behind."""
+    made, ledger = begun(True)
+    made.train(1)
+    state = ledger.state_dict()
+    inner = {"noise_multiplier": state["mark"], "worlds": state["mark"], "nats": state["tensors"]}.get(name, state)
+    inner[name] = value
+    _, fresh = begun(True)
+    before = fresh.accountant.state()
+    with time_limit(20, (name, value)), pytest.raises(InputError) as caught:
+        fresh.load_state_dict(state)
+    assert len(str(caught.value)) < 2000
+    assert fresh.steps == 0
+    assert all(
+        torch.equal(part, before[key]) for key, part in fresh.accountant.state().items() if key != "fingerprints"
+    )
+
+
 def spoilt(good: dict[str, Any], rng: random.Random) -> tuple[Any, str]:
-    facts = {name: value for name, value in good.items() if name != "tensors"}
+    facts = {name: value for name, value in good.items() if name not in ("tensors", "noise_states")}
+    tensors = {**good["tensors"], "noise_states": good["noise_states"]}
     if rng.random() < 0.5:
         facts, what = changed(facts, rng)
-        return {**facts, "tensors": good["tensors"]}, what
-    if rng.random() < 0.1:
-        return {**facts, "tensors": rng.choice([None, [], {}, {"nats": 3}, "x"])}, "tensors"
-    tensors = dict(good["tensors"])
-    return {**facts, "tensors": tensors}, changed_tensors(tensors, rng)
+    elif rng.random() < 0.9:
+        what = changed_tensors(tensors, rng)
+    else:
+        return {**good, "tensors": rng.choice([None, [], {}, {"nats": 3}, "x"])}, "tensors"
+    return {**facts, "noise_states": tensors.pop("noise_states", None), "tensors": tensors}, what
 
 
 def test_a_disk_that_refuses_loses_no_report(tmp_path: Path) -> None:

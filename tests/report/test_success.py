@@ -101,8 +101,8 @@ def test_the_first_sentence_says_what_the_table_and_the_json_say(
     median, p99, most = (format_percent(row[name]) for name in ("median", "p99", "max"))
     first, second, third = headline(view)[-3:]
     assert first == (
-        f"{INFERRED}{lead.name} of a record with a chance of 10% from a model that was trained with {lead.reference} in "
-        "its place."
+        f"{INFERRED}{lead.name} of a record with a chance of 10% from a model that was trained with {lead.reference} "
+        "in its place."
     )
     assert p99 == most  # of 40 records
     assert second.startswith(f"With this model the chance is at most {median} for half of the records and {most} for ")

@@ -91,6 +91,10 @@ def _pieces(tensors: Mapping[str, Tensor], order: list[str]) -> Iterator[memoryv
             yield part.cpu().view(torch.uint8).numpy().data
 
 
+#: Axes of a tensor, and numbers in it, at most: what torch can hold.
+_MOST_AXES, _LARGEST = 64, 2**60
+
+
 class _Entry(NamedTuple):
     kind: Kind
     shape: tuple[int, ...]
@@ -161,6 +165,8 @@ class SealedFile:
             start, end = entry["data_offsets"]
             if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
                 raise ValueError(f"the shape or place of {name} cannot be")
+            if len(shape) > _MOST_AXES or math.prod(max(1, n) for n in shape) > _LARGEST:  # of nothing, too
+                raise ValueError(f"the shape of {name} cannot be")
             if end - start != math.prod(shape) * kind.itemsize:
                 raise ValueError(f"{name} has another size than its shape")
             spans.append((start, end))

@@ -30,6 +30,7 @@ from reconbound.accounting.compact import parts_of
 from reconbound.accounting.confidence import (
     Estimates,
     MostExposed,
+    Spread,
     explain_no_limit,
     spread_of,
     upper_limit,
@@ -281,8 +282,13 @@ class FisherAccountant:
                 memory.
         """
         if isinstance(other, str | os.PathLike):
-            with opened_ledger(type(self), other) as stored:
-                self.merge(stored)
+            try:
+                with opened_ledger(type(self), other) as stored:
+                    self.merge(stored)
+            except InputError as reason:
+                raise InputError(
+                    "other" if reason.name == "path" else reason.name, reason.requirement, reason.value
+                ) from None
             return
         self._check_alike(other)
         self._fingerprints.check_apart(other._fingerprints)
@@ -419,6 +425,14 @@ class FisherAccountant:
         if reason is not None and self._is_first("limits"):
             warn_user(f"no confidence limit (infinity): {reason}", ReconboundWarning)
         return limits
+
+    def spread(self, rule: str | None = None) -> Spread:
+        """Returns what the upper limits of all records share.
+
+        Args:
+            rule: one of the account's; the first by default.
+        """
+        return spread_of(self._passes(rule))
 
     def no_limit_because(self, rule: str | None = None) -> str | None:
         """Returns why `upper` is infinite for some or all records, and the remedy; None where all have a limit.

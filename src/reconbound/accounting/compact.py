@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 #: The number of records above which a ledger keeps float32 and int32 numbers.
-LARGE = 2**24
+LARGE = 2**22
 #: Records, or numbers, that one part of a pass has.
 PART = 2**20
 #: Bits of a float64 that one pass of `order_statistics` decides.

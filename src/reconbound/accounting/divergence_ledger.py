@@ -381,6 +381,14 @@ class DivergenceLedger(Ledger):
         mean = torch.where(found.measured > 0, found.mean, top).cpu().numpy() if confidence is None else nats
         return WorldDivergences(self.account, world, nats, mean, self._notes(world, found, confidence))
 
+    def mean_divergence(self, world: str) -> float:
+        """Returns the mean of D over the records, in nats.
+
+        Args:
+            world: one of `worlds`.
+        """
+        return summaries.mean_divergence(self, world)
+
     def summary(self, world: str = REMOVED) -> dict[str, Any]:
         """Returns quantiles of D over the records, and the largest chances of success that belong to them.
 

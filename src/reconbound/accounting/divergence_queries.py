@@ -82,8 +82,9 @@ class WorldDivergences:
         Args:
             baseline: κ, the chance that the same attack succeeds in the other world.
         """
-        value = np.minimum(success_from_kl(baseline, self.nats), self.mechanism_success(baseline))
-        return self._bound("max_success", value, measure="chance", guess=float(baseline))
+        kappa = number("baseline", baseline, at_least=0.0, at_most=1.0)
+        value = np.minimum(success_from_kl(kappa, self.nats), self.mechanism_success(kappa))
+        return self._bound("max_success", value, measure="chance", guess=kappa)
 
     def membership(self) -> Bound:
         """Returns the largest advantage of a test between the two worlds, for each record, (N,)."""
@@ -200,7 +201,10 @@ def group_means(values: np.ndarray, groups: Any, *, empty: float) -> np.ndarray:
         empty: the mean of a group without records.
     """
     count = len(values)
-    at = np.zeros(count, dtype=np.int64) if groups is None else np.asarray(groups)
+    try:
+        at = np.zeros(count, dtype=np.int64) if groups is None else np.asarray(groups)
+    except ValueError:  # lists of different lengths
+        at = np.empty(0)
     if at.shape != (count,) or at.dtype.kind not in "iu" or (at.size and not 0 <= at.min() <= at.max() < count):
         why = f"must be {count} whole numbers from 0 to {count - 1}, one for each record"
         raise InputError("groups", why, at.shape if at.shape != (count,) else at.tolist()[:8])

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -108,14 +109,15 @@ class Blocks:
             step: the number of the step.
         """
         block, start, length = self.block(step)
-        return _assigned(self, seed, block, length)[step - start]
+        return [group.long() for group in _assigned(self, seed, block, length)[step - start]]
 
 
 @lru_cache(maxsize=4)
 def _assigned(plan: Blocks, seed: int, block: int, length: int) -> list[list[Tensor]]:
     """Returns the groups of each step of a block. Groups are dealt in rounds, at most one to a step in each."""
     rng = numbers_of(seed, "block", block)
-    groups = torch.from_numpy(rng.permutation(plan.records)).split(plan.group)
+    order = np.arange(plan.records, dtype=np.int32 if plan.records < 2**31 else np.int64)
+    groups = torch.from_numpy(rng.permutation(order)).split(plan.group)
     at: list[list[Tensor]] = [[] for _ in range(length)]
     for first in range(0, len(groups), length):
         places = rng.permutation(length)

@@ -67,7 +67,9 @@ def summarize(ledger: FisherAccountant, unit: float, caveats: tuple[str, ...]) -
         found["no_limit_because"] = explain_no_limit(next(passes()), passes)
 
     def floors(k: int) -> Callable[[], Iterator[np.ndarray]]:
-        return lambda: (traces.floor_values(k, unit, part)[(times[part] > 0).cpu()] for part in parts_of(records))
+        return lambda: (
+            traces.floor_values(k, unit, part)[(times[part] > 0).cpu().numpy()] for part in parts_of(records)
+        )
 
     return found | {
         "floor_estimate": {rule: quantiles(floors(k)) for k, rule in enumerate(ledger.account.kept_rules)},
@@ -137,6 +139,21 @@ def summarize_divergences(ledger: DivergenceLedger, world: str) -> dict[str, Any
 
 def _places(count: int) -> list[int]:
     return [max(0, math.ceil(share * count) - 1) for share in PLACES.values()]
+
+
+def mean_divergence(ledger: DivergenceLedger, world: str) -> float:
+    """Returns the mean over the records of D before the cap, which is that of records never measured; at most the cap.
+
+    Args:
+        ledger: of one run or more, or of a run in progress.
+        world: one of the ledger's.
+    """
+    top, total, records = ledger.cap(world), np.zeros(1), ledger.account.records
+    for part in parts_of(records):
+        found = ledger.estimates(world, part)
+        nats = torch.where(found.measured > 0, found.mean, top).cpu().numpy()
+        np.add.at(total, np.zeros(len(nats), dtype=np.int64), nats)
+    return min(float(total[0] / records), top)
 
 
 def most_exposed(ledger: DivergenceLedger, k: int, world: str) -> list[tuple[int, float]]:

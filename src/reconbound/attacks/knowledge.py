@@ -1,4 +1,4 @@
-"""What an attacker of private SGD sees and knows of one record, and what its gradients tell.
+"""The view of an attacker of one record of private SGD: what it sees and knows, and what gradients tell.
 
 The attacker has the parameters after each step, and so every noisy sum. It knows all other records and which of them
 took part, the label and the settings. After it has subtracted the other records' clipped gradients,
@@ -37,7 +37,7 @@ LossFn = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True, repr=False)
 class Transcript:
-    """What the attacker of one record has seen of M trainings, after it subtracted what it knows.
+    """Holds what the attacker of one record has seen of M trainings, after it subtracted what it knows.
 
     Attributes:
         params: before each step, (M, T, p).
@@ -75,7 +75,7 @@ class Transcript:
 
 @dataclass(frozen=True, repr=False)
 class SGDKnowledge:
-    """What an attacker of private SGD knows of the record that it attacks, and of the training.
+    """Holds what an attacker of private SGD knows of the record that it attacks, and of the training.
 
     Attributes:
         model: that is trained; its parameters do not matter.

@@ -81,7 +81,7 @@ def binary_kl(p: float, q: float) -> float:
 
 @dataclass(frozen=True)
 class Distinguished:
-    """What trials of a test in two worlds prove: all limits hold together, at the confidence of `distinguish`.
+    """Holds what trials of a test in two worlds prove: all limits hold together, at the confidence of `distinguish`.
 
     Attributes:
         trials: trainings in each world.
@@ -158,7 +158,7 @@ def distinguish(real: Any, other: Any, *, confidence: float = 0.95, delta: float
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """How far an attack's answers were from a record over its trainings; squared errors per feature.
+    """Errors of an attack's answers over its trainings; squared errors per feature.
 
     Attributes:
         trials: trainings.

@@ -48,7 +48,7 @@ CLOSE = 0.25
 
 @dataclass(frozen=True)
 class Stated:
-    """What an audit states of one record; None where it states nothing.
+    """Holds what an audit states of one record; None where it states nothing.
 
     Attributes:
         floor: 1/dFIL, under the variance of every unbiased attacker, per feature.
@@ -162,14 +162,15 @@ class Sandwich:
 
 @dataclass(frozen=True)
 class Plan:
-    """How records are attacked.
+    """Says how records are attacked.
 
     Attributes:
         trials: trainings in each world, at least 2.
         seed: of the trainings.
         reference: public values in the place of a record's private features in the other world, (d,).
         private: flat indices of the private features; None for all.
-        rebuild: whether records are rebuilt, which needs a model with derivatives.
+        rebuild: trainings in each world from which records are rebuilt, which takes most of the time and needs a model
+            with derivatives; None: all; 0: none; otherwise at least 2.
         inside: the lowest and the largest value of a feature: answers of the informed attacker are moved there.
         confidence: of the limits of each record.
         advance: called with a number of finished pieces of work; see `pieces_of`.
@@ -179,7 +180,7 @@ class Plan:
     seed: int
     reference: Tensor
     private: Tensor | None = None
-    rebuild: bool = True
+    rebuild: int | None = None
     inside: tuple[float, float] = (0.0, 1.0)
     confidence: float = 0.95
     advance: Callable[[int], None] = lambda n: None
@@ -201,6 +202,8 @@ def attack_records(training: Training, targets: Sequence[Target], plan: Plan) ->
         plan: how they are attacked.
     """
     whole("trials", plan.trials, at_least=2)
+    if plan.rebuild is not None and plan.rebuild != 0:
+        whole("rebuild", plan.rebuild, at_least=2)
     chosen = [target.record for target in targets]
     if not chosen or min(chosen) < 0 or max(chosen) >= len(training.inputs):
         raise InputError("records", f"must be some indices from 0 to {len(training.inputs) - 1}", chosen[:5])
@@ -230,9 +233,10 @@ class _Attacker:
         each = training.steps * training.size
         columns = min(DIRECTIONS, base.features, max(2, FLOATS // each))
         self.known = base
-        if plan.rebuild:
+        self.rebuild = plan.trials if plan.rebuild is None else min(plan.rebuild, plan.trials)
+        if self.rebuild:
             self.known = with_expectation(base, pool, most=columns)
-        self.full = plan.rebuild and each * base.features <= FLOATS  # the Jacobians of all steps fit into memory
+        self.full = self.rebuild > 0 and each * base.features <= FLOATS  # the Jacobians of all steps fit into memory
         self.scores: dict[str, list[np.ndarray]] = {}
         self.answers: dict[str, list[np.ndarray]] = {"likeliest": [], "real": [], "replaced": []}
         self.nats: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -249,17 +253,19 @@ class _Attacker:
         if world != "removed":
             pair = np.asarray(OneOf(torch.stack([self.reference, self.truth]))(seen, known).scores)
             self._keep(f"replaced: {world}", pair[:, 1] - pair[:, 0])
-        if plan.rebuild and world != "removed":
+        done = sum(len(part) for part in self.answers.get(world, ()))
+        some = seen.of(slice(0, self.rebuild - done))
+        if len(some) and world != "removed":
             attack = LikeliestRecord(ROUNDS, inside=plan.inside)
-            self.answers[world].append(np.asarray(attack(seen, known).answers))
+            self.answers[world].append(np.asarray(attack(some, known).answers))
         if world == "real":
             self.nats[0].append(known.nats(seen, self.truth))
             self.nats[1].append(known.nats(seen, self.truth, self.reference))
             if self.full and sum(count for _, count in self.information) < INFORMED:
                 few = seen.of(slice(0, INFORMED))
                 self.information.append((known.information(few, self.truth).cpu(), len(few)))
-            if self.full and self.hopeful:
-                found = LikeliestRecord(ROUNDS)(seen, known.without_prior()).answers
+            if self.full and len(some) and self.hopeful:
+                found = LikeliestRecord(ROUNDS)(some, known.without_prior()).answers
                 self.answers["likeliest"].append(np.asarray(found))
         plan.advance(len(seen))
 
@@ -318,7 +324,7 @@ class _Attacker:
         """Returns the fields of a Sandwich about reconstructions; None where there were none."""
         names = ("floor", "cramer_rao", "likeliest", "probable", "guess", "close", "examples")
         found: dict[str, Any] = dict.fromkeys(names)
-        if not self.plan.rebuild:
+        if not self.rebuild:
             return found
         truth = self.truth.double().cpu().numpy()
         here, there = (np.concatenate(self.answers[world]) for world in ("real", "replaced"))

@@ -21,7 +21,7 @@ from reconbound._internal.rng import new_seed, numbers_of, random_states_kept
 from reconbound.attacks.sandwich import Plan, Stated, Target, attack_records, pieces_of, with_family_confidence
 from reconbound.attacks.trainings import Training
 from reconbound.auditing.models import as_tensor, check_model, make_loss, make_model, start_afresh
-from reconbound.auditing.options import AuditOptions, read_options, refuse_other
+from reconbound.auditing.options import AuditOptions, read_options, refuse_other_data
 from reconbound.auditing.worlds import PRIVATE, AuditWorld, worlds_of
 from reconbound.data import Dataset, load_dataset
 from reconbound.fisher.worlds import REMOVED
@@ -68,7 +68,7 @@ def attack_audit(
     run, leakage = read_audit(folder)
     options, name = read_options(folder)
     data = load_dataset(name) if dataset is None else dataset
-    refuse_other(folder, data, replace(options, runs=int(run.mechanism["runs"])))
+    refuse_other_data(folder, data)
     caveats = check_model(data, options.model)
     world = _check_attackable(data, options)
     view, first = View(run, leakage), new_seed() if seed is None else seed
@@ -83,7 +83,9 @@ def attack_audit(
         replace(t, stated=_stated(view, run, leakage, t.record) if floors else _without_floor(view, t)) for t in targets
     ]
     plan = Plan(number, first, reference, None if private is None else private.to(device))
-    plan = with_family_confidence(replace(plan, rebuild="derivative" not in caveats), len(stated), CONFIDENCE)
+    plan = with_family_confidence(
+        replace(plan, rebuild=0 if "derivative" in caveats else None), len(stated), CONFIDENCE
+    )
     with progress_bar(pieces_of(number, len(stated)), 0, show, "attacks") as advance:
         found = attack_records(training, stated, replace(plan, advance=advance))
     facts = {"trials": number, "confidence": CONFIDENCE, "reference": world.reference, "version": __version__}

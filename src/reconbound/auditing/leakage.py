@@ -8,7 +8,7 @@ third way). The most exposed records are measured closely, and all records where
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from reconbound._internal.files import CONFIDENTIAL, PUBLIC, Unreadable, json_digest, sealed, unsealed, write_whole
 from reconbound._internal.rng import derive, numbers_of, torch_stream
 from reconbound.accounting.accountant import FisherAccountant
+from reconbound.accounting.compact import extremes
 from reconbound.accounting.confidence import upper_limit
 from reconbound.accounting.divergence_ledger import DivergenceLedger
 from reconbound.auditing.models import score
-from reconbound.auditing.options import ADVICE, AuditOptions
+from reconbound.auditing.options import ADVICE, MANY, AuditOptions
 from reconbound.auditing.priors import dataset_facts, guess_of, missing_of
 from reconbound.data import Dataset
 from reconbound.report.folder import Leakage, packed_names
@@ -67,7 +68,7 @@ class Snapshots(Callback):
             return None
         found: dict[str, float] = {}
         if learner.accountant.account.kept_rules:
-            dfil = learner.accountant.dfil()
+            dfil = learner.accountant.estimates(at=_some(learner.records)).mean
             found = {
                 "largest": float(dfil.max()),
                 "high": float(torch.quantile(dfil, 0.99)),
@@ -203,6 +204,8 @@ def _parts(blocks: list[tuple[int, int]], count: int) -> list[list[tuple[int, in
 #: Most and least exposed records that are kept whole, with probes for each of their measurements; records over which
 #: the average diagonal is taken where not all are measured.
 MOST, LEAST, PROBES, SAMPLE = 12, 6, 16, 500
+#: Records that a report is about where there are more than MANY: drawn at random, beside the most exposed ones.
+SHOWN = 2**16
 #: The diagonals of all records are kept where they are so many numbers at most (4 bytes each).
 NUMBERS = 2_000_000
 CONFIDENCE = 0.95
@@ -221,26 +224,40 @@ def leakage_of(dataset: Dataset, options: AuditOptions, measurements: SnapshotMe
     learner = measurements.learner
     ledger = learner.accountant
     assert ledger is not None
-    rules, nats = ledger.account.kept_rules, divergences_of(ledger.divergences)
-    measured = ledger.measured().cpu() if rules else nats["nats_measured"][0]
-    kept, most = chosen(ledger.dfil().cpu() if rules else nats["nats"][0], measured)
+    rules, worlds = ledger.account.kept_rules, ledger.divergences.worlds
+    if rules:
+        kept, most = chosen(ledger.traces.mean("trace")[0], ledger.measured())
+    else:
+        kept, most = chosen(ledger.divergence(worlds[0]), ledger.divergences.times(worlds[0]))
     diagonals: dict[str, Any] = {}
     if rules and options.settings.sampler != "shuffle":
         diagonals = _measure_diagonals(dataset, options, measurements, kept)
+    rows = shown_records(ledger, kept, diagonals.get("diagonal_of"))
     first = _history_of(learner)
     known, scored = ([h for h in first if name in h] for name in (_QUANTILES[0], "accuracy"))
-    facts = {**dataset_facts(dataset, ledger.divergences.worlds), "confidence": CONFIDENCE}
-    facts["mean_nats"] = [float(ledger.divergences.towards(world).mean()[0]) for world in ledger.divergences.worlds]
-    limited = ledger.runs > 1 and rules
+    facts = {**dataset_facts(dataset, worlds, whole=rows is None), "confidence": CONFIDENCE}
+    facts["mean_nats"] = [ledger.divergences.mean_divergence(world) for world in worlds]
+    names: Sequence[str] | None = dataset.record_names
+    at: Any = slice(None) if rows is None else rows
+    if rows is not None:
+        facts["shown_of"] = learner.records
+        names = [f"record {i}" if names is None else names[i] for i in rows.tolist()]
+        kept, diagonals = _places(kept, rows), dict(diagonals)
+        if diagonals.get("diagonal_of") is not None:
+            diagonals["diagonal_of"] = _places(diagonals["diagonal_of"], rows)
+    nats, estimates = divergences_of(ledger.divergences, at), [ledger.estimates(rule, at) for rule in rules]
+    pairs = zip(rules, estimates, strict=True) if ledger.runs > 1 else ()
+    upper = [upper_limit(found, CONFIDENCE, ledger.spread(rule)) for rule, found in pairs]
+    records = learner.records if rows is None else len(rows)
     return Leakage(
-        dfil=_stacked([ledger.dfil(rule) for rule in rules], learner.records),
-        error=_stacked([ledger.standard_error(rule) for rule in rules], learner.records),
-        upper=_stacked([ledger.upper(rule, CONFIDENCE, warn=False) for rule in rules]) if limited else None,
-        measured=measured,
-        targets=torch.from_numpy(np.array(dataset.targets)),
+        dfil=_stacked([e.mean for e in estimates], records),
+        error=_stacked([e.error for e in estimates], records),
+        upper=_stacked(upper) if upper else None,
+        measured=ledger.measured()[at].cpu() if rules else nats["nats_measured"][0],
+        targets=torch.from_numpy(np.array(dataset.targets[at])),
         kept=kept,
-        kept_inputs=torch.from_numpy(np.array(dataset.inputs[kept.numpy()])),
-        names=None if dataset.record_names is None else packed_names(dataset.record_names),
+        kept_inputs=torch.from_numpy(np.array(dataset.inputs[(kept if rows is None else rows[kept]).numpy()])),
+        names=None if names is None else packed_names(names),
         history_step=torch.tensor([int(h["step"]) for h in known], dtype=torch.int64),
         history=torch.tensor([[h[name] for name in _QUANTILES] for h in known]).double().reshape(-1, 3),
         accuracy_step=torch.tensor([int(h["step"]) for h in scored]),
@@ -252,15 +269,52 @@ def leakage_of(dataset: Dataset, options: AuditOptions, measurements: SnapshotMe
     )
 
 
-def divergences_of(ledger: DivergenceLedger) -> dict[str, Any]:
-    """Returns D of each record to every world, its upper limits, and how often it was measured; (worlds, N) each."""
+def shown_records(ledger: FisherAccountant, *others: Tensor | None) -> Tensor | None:
+    """Returns the records that the report is about, in order; None for all of them, unless they are very many.
+
+    They are drawn at random, and the most exposed ones of each world.
+
+    Args:
+        ledger: of the runs.
+        *others: records that must be among them.
+    """
+    records = ledger.account.records
+    if records <= MANY:
+        return None
+    drawn = np.random.default_rng(0).choice(records, SHOWN, replace=False, shuffle=False)  # it is no secret
+    most = [torch.tensor([i for i, _ in ledger.divergences.most_exposed(MOST, w)]) for w in ledger.divergences.worlds]
+    known = [one.long().cpu() for one in (*most, *others) if one is not None]
+    found: Tensor = torch.cat([torch.from_numpy(drawn), *known]).unique()
+    return found
+
+
+def _places(records: Tensor, rows: Tensor) -> Tensor:
+    """Returns the places of records among those that are shown, in order."""
+    return torch.searchsorted(rows, records)
+
+
+def _some(records: int) -> slice:
+    """Returns evenly spread records, about SHOWN where they are more than MANY: otherwise all."""
+    return slice(None, None, records // SHOWN if records > MANY else 1)
+
+
+def divergences_of(ledger: DivergenceLedger, at: Any = slice(None)) -> dict[str, Any]:
+    """Returns D of records to every world, its upper limits, and how often they were measured; (worlds, N) each.
+
+    Args:
+        ledger: of the runs.
+        at: which records.
+    """
     found = {
-        "nats": _stacked([ledger.divergence(world) for world in ledger.worlds]),
-        "nats_measured": _stacked([ledger.times(world) for world in ledger.worlds]),
+        "nats": _stacked([ledger.divergence_of(world, at) for world in ledger.worlds]),
+        "nats_measured": _stacked([ledger.times(world)[at] for world in ledger.worlds]),
     }
     if ledger.runs > 1:  # at most the mechanism's cap, but infinite where there is no limit
-        pairs = [(upper_limit(ledger.estimates(world), CONFIDENCE), ledger.cap(world)) for world in ledger.worlds]
-        found["nats_upper"] = _stacked([torch.where(x.isinf(), x, x.clamp(max=cap)) for x, cap in pairs])
+        limits = [
+            (upper_limit(ledger.estimates(world, at), CONFIDENCE, ledger.spread(world)), ledger.cap(world))
+            for world in ledger.worlds
+        ]
+        found["nats_upper"] = _stacked([torch.where(x.isinf(), x, x.clamp(max=cap)) for x, cap in limits])
     return found
 
 
@@ -332,8 +386,9 @@ def scale_to_ledger(diagonal: Tensor, ledger: FisherAccountant, records: Tensor)
 
 def _ledger_traces(ledger: FisherAccountant, records: Tensor) -> tuple[Tensor, Tensor]:
     """Returns whether the ledger has measured each record, and the traces under the main rule; (n,) each."""
-    trace = ledger.trace().cpu()[records]
-    return (ledger.measured().cpu()[records] > 0) & trace.isfinite(), trace
+    at = records.to(ledger.device)
+    trace = ledger.traces.trace_mean(0, at).cpu()
+    return (ledger.measured()[at].cpu() > 0) & trace.isfinite(), trace
 
 
 def _shares(diagonal: Tensor) -> Tensor:
@@ -372,17 +427,15 @@ def chosen(dfil: Tensor, measured: Tensor) -> tuple[Tensor, int]:
     """Chooses records to keep whole among those measured: the most exposed, then the least exposed (the least last).
 
     Args:
-        dfil: dFIL of each record, (N,).
+        dfil: dFIL of each record, (N,), or what it grows with.
         measured: how often each record was measured, (N,).
 
     Returns:
         The records, and how many of them are the most exposed.
     """
-    order = torch.argsort(dfil, descending=True, stable=True)
-    order = order[measured[order] > 0]
-    most = min(MOST, (len(order) + 1) // 2)
-    least = min(LEAST, len(order) - most)
-    return torch.cat([order[:most], order[len(order) - least :]]), most
+    count = int((measured > 0).sum())
+    most = min(MOST, (count + 1) // 2)
+    return extremes(dfil, lambda part: measured[part] > 0, most, min(LEAST, count - most)), most
 
 
 def _stacked(rows: list[Tensor], records: int = 0) -> Tensor:

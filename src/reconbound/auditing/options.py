@@ -24,6 +24,7 @@ from reconbound.report.folder import (
     ATTACK,
     CHECKPOINTS,
     LEAKAGE,
+    LEDGER,
     MODEL,
     PLAN,
     PUBLIC_REPORT,
@@ -181,7 +182,7 @@ def make_learner(
         "initialise": partial(start_afresh, dataset, options.model),
         "worlds": {name: one.world for name, one in worlds_of(dataset).items()},
         "checkpoint": None if folder is None else Path(folder),
-        "every": max(1, options.steps // 30),
+        "every": max(1, options.steps // (30 if len(dataset.inputs) <= MANY else 3)),
         **more,
     }
     if settings.rules is not None:
@@ -192,6 +193,8 @@ def make_learner(
     return PrivateSGD(model, make_loss(dataset), inputs, targets, settings, **chosen)
 
 
+#: Records above which a report is about some of them, and a checkpoint, which holds the ledger, is written less often.
+MANY = 2**20
 #: Files of a finished audit.
 FILES = (RUN, LEAKAGE, REPORT, PUBLIC_REPORT, MODEL, INPUTS)
 
@@ -222,7 +225,7 @@ def remove(folder: Path) -> None:
     """
     inside = folder / CHECKPOINTS
     kept = [*(inside / name for name in (*NAMES, LOCK)), *inside.glob("parameters-*.safetensors")]
-    for path in [*kept, *(folder / name for name in (*FILES, ATTACK, PLAN))]:
+    for path in [*kept, *(folder / name for name in (*FILES, ATTACK, LEDGER, PLAN))]:
         path.unlink(missing_ok=True)
 
 
@@ -362,6 +365,24 @@ def read_options(folder: str | os.PathLike[str]) -> tuple[AuditOptions, str]:
         return AuditOptions().with_changes(**content["options"] | {"seed": None}), content["data"]["name"]
     except (InputError, TypeError) as reason:
         raise files.Unreadable(f"{Path(folder) / PLAN} has options that cannot be ({reason}): {ADVICE}") from None
+
+
+def refuse_other_data(folder: str | os.PathLike[str], dataset: Dataset) -> None:
+    """Refuses data that are not those of the audit in a folder.
+
+    Args:
+        folder: the audit's.
+        dataset: the data.
+
+    Raises:
+        InputError: names the first differences.
+    """
+    before = _read(Path(folder) / PLAN)["data"]
+    differences = _differences(before, about(dataset))
+    if differences:
+        more = [f"and {len(differences) - NAMED} more"] if len(differences) > NAMED else []
+        what = f"must be those of the audit, read with the same options ({'; '.join(differences[:NAMED] + more)})"
+        raise InputError("data", what, dataset.name)
 
 
 def _read(path: Path) -> dict[str, Any]:

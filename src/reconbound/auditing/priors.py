@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ from scipy.special import xlogy
 
 from reconbound.auditing.worlds import describe_left_out, world_names, worlds_of
 from reconbound.data import Dataset
-from reconbound.data.dataset import find_copies
+from reconbound.data.dataset import describe_copies, find_copies
 from reconbound.data.tables import MISSING
 from reconbound.fisher.worlds import REMOVED
 
@@ -21,7 +21,7 @@ ENOUGH = 5
 #: Of the regression, in units of a standardised column's variance.
 _RIDGE = 1e-6
 #: Records whose products are summed in one go.
-_CHUNK = 4096
+_CHUNK = 2**14
 
 
 def missing_of(dataset: Dataset) -> dict[int, np.ndarray]:
@@ -40,10 +40,17 @@ def guess_of(dataset: Dataset) -> np.ndarray:
     """Returns the mean square error of guessing each private feature's average, (d,), over records that have one."""
     flat, private = flat_inputs(dataset), dataset.private
     if private is None:
-        return np.asarray(flat.var(axis=0, dtype=np.float64))
+        return _variance(flat)
     missing = missing_of(dataset)
     present = [flat[~missing[j], column] if j in missing else flat[:, column] for j, column in enumerate(private)]
-    return np.array([values.var(dtype=np.float64) if len(values) else 0.0 for values in present])
+    return np.array([float(_variance(values)) if len(values) else 0.0 for values in present])
+
+
+def _variance(values: np.ndarray) -> np.ndarray:
+    """Returns the variance over the first axis in float64, without a copy of the values in float64."""
+    mean = values.mean(axis=0, dtype=np.float64)
+    parts = (values[at : at + _CHUNK] - mean for at in range(0, len(values), _CHUNK))
+    return np.asarray(sum(np.square(part).sum(0) for part in parts) / len(values))
 
 
 def prior_variance(dataset: Dataset) -> list[float] | None:
@@ -73,22 +80,28 @@ def prior_variance(dataset: Dataset) -> list[float] | None:
 
 def _residual_variance(dataset: Dataset, rows: np.ndarray) -> np.ndarray:
     """Returns the variance of each flat input that the others and the target leave, over some of the records."""
-    flat, targets = flat_inputs(dataset)[rows], np.asarray(dataset.targets)[rows]
-    if not len(flat):
-        return np.zeros(flat.shape[1])
-    aims = targets[:, None] == np.unique(targets) if dataset.task == "classes" else targets[:, None]
-    mean = np.concatenate([part.mean(0, dtype=np.float64) for part in (flat, aims)])
+    inputs, targets, count = flat_inputs(dataset), np.asarray(dataset.targets), int(rows.sum())
+    if not count:
+        return np.zeros(inputs.shape[1])
+    classes = np.unique(targets[rows]) if dataset.task == "classes" else None
+
+    def parts() -> Iterator[np.ndarray]:
+        for at in range(0, len(inputs), _CHUNK):
+            own = rows[at : at + _CHUNK]
+            aims = targets[at : at + _CHUNK][own][:, None]
+            yield np.concatenate([inputs[at : at + _CHUNK][own], aims if classes is None else aims == classes], axis=1)
+
+    mean = sum(part.sum(0, dtype=np.float64) for part in parts()) / count
     covariance = np.zeros((len(mean), len(mean)))
-    for at in range(0, len(flat), _CHUNK):
-        part = np.concatenate([flat[at : at + _CHUNK], aims[at : at + _CHUNK]], axis=1) - mean
-        covariance += part.T @ part / len(flat)
+    for part in parts():
+        covariance += (part - mean).T @ (part - mean) / count
     spread = np.sqrt(np.diag(covariance))
     spread[spread <= 1e-12 * np.abs(mean)] = 0.0  # what is left of a constant column is rounding
     scale = np.where(spread > 0, spread, np.inf)
     correlation = covariance / np.outer(scale, scale)
     precision = np.linalg.inv(correlation + _RIDGE * np.eye(len(mean)))
     left = ((precision @ correlation) * precision).sum(1) / np.diag(precision) ** 2
-    return np.asarray((np.maximum(left, 0) * spread**2)[: flat.shape[1]])
+    return np.asarray((np.maximum(left, 0) * spread**2)[: inputs.shape[1]])
 
 
 def flat_inputs(dataset: Dataset) -> np.ndarray:
@@ -140,8 +153,8 @@ def copies_of(dataset: Dataset) -> dict[str, Any]:
     """
 
     def count(inputs: np.ndarray) -> dict[str, Any]:
-        groups = find_copies(inputs, dataset.targets)
-        return {"records": sum(map(len, groups)), "largest": groups[0] if groups else []}
+        copies = find_copies(inputs, dataset.targets)
+        return {"records": copies.records, "largest": copies.largest.tolist()}
 
     found = count(dataset.inputs)
     private = np.concatenate(list(dataset.private_columns.values()))
@@ -150,12 +163,13 @@ def copies_of(dataset: Dataset) -> dict[str, Any]:
     return found
 
 
-def dataset_facts(dataset: Dataset, worlds: Sequence[str]) -> dict[str, Any]:
+def dataset_facts(dataset: Dataset, worlds: Sequence[str], *, whole: bool = True) -> dict[str, Any]:
     """Returns what a report says of the data: names, units, ranges, notes, copies, worlds, guesses without a model.
 
     Args:
         dataset: the data of the audit.
         worlds: names of the ledger's worlds, in its order.
+        whole: whether the report is about all records; otherwise it does not name copies.
     """
     private, target = dataset.private_features, dataset.target
     kinds = {name: {"kind": one.kind, "reference": one.reference} for name, one in worlds_of(dataset).items()}
@@ -172,14 +186,20 @@ def dataset_facts(dataset: Dataset, worlds: Sequence[str]) -> dict[str, Any]:
         "task": dataset.task,
         "inferred_ranges": dataset.inferred_ranges,
         "notes": [*dataset.notes, *describe_left_out(dataset)],
-        "copies": copies_of(dataset),
+        "copies": copies_of(dataset) if whole else {},
         "worlds": [{"name": name, **kinds.get(name, removed)} for name in worlds],
         "prior_variance": prior_variance(dataset),
         **category_facts(dataset),
     }
+    if not whole:
+        said = describe_copies(find_copies(dataset.inputs, dataset.targets), len(dataset.inputs))
+        facts["notes"] += said or ("no record has an exact copy among the others; floors are for one row",)
     if dataset.private is not None:
         flat = flat_inputs(dataset)
-        marks: np.ndarray = np.all((flat == 0) | (flat == 1), axis=0)  # public numbers have no name: there 1 is not yes
+        parts = (flat[at : at + _CHUNK] for at in range(0, len(flat), _CHUNK))
+        marks = np.all(
+            [((part == 0) | (part == 1)).all(0) for part in parts], axis=0
+        )  # in a public number 1 is not yes
         pairs = zip(dataset.features, marks, strict=True)
         # of all that is no private number: a private category is not named
         facts["public_names"] = [

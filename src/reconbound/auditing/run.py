@@ -180,6 +180,8 @@ def run_audit(
         measurements = train(dataset, settled, folder, show=show)
         write_inputs(folder, dataset, model_kind(dataset, options.model))
         leakage = leaks.leakage_of(dataset, settled, measurements)
+        if "shown_of" in leakage.facts and measurements.learner.accountant is not None:
+            measurements.learner.accountant.save(folder / files.LEDGER)
         for name in (files.RUN, files.REPORT, files.PUBLIC_REPORT):  # of fewer runs: from here on it is unfinished
             (folder / name).unlink(missing_ok=True)
         seed = "the operating system" if options.settings.seed is None else files.CHOSEN_SEED

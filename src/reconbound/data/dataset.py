@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -341,27 +341,66 @@ def _groups(targets: np.ndarray, task: str) -> list[np.ndarray]:
     return [np.flatnonzero(targets == k) for k in np.unique(targets)]
 
 
-def find_copies(*parts: Any) -> list[list[int]]:
-    """Returns the groups of records that are equal in all parts, each in order, the largest group first.
+class Copies(NamedTuple):
+    """Records that are equal to others: how many, and the largest group of equal ones, in order; (k,)."""
+
+    records: int
+    largest: np.ndarray
+
+
+#: Records whose digests are computed at a time.
+_AT_ONCE = 2**16
+
+
+def find_copies(*parts: Any) -> Copies:
+    """Finds the records that are equal in all parts, by digests of 64 bits.
+
+    Two different records have one digest with a chance of 2⁻⁶⁴; they would count as copies.
 
     Args:
         parts: arrays or tensors with one row per record, or tuples and dictionaries of such; others are left out.
 
     >>> find_copies(np.array([[1.0, 2.0], [3.0, 4.0], [1.0, 2.0]]))
-    [[0, 2]]
+    Copies(records=2, largest=array([0, 2]))
     """
     from torch import Tensor
     from torch.utils._pytree import tree_leaves
 
     leaves = [leaf for part in parts for leaf in tree_leaves(part) if isinstance(leaf, (Tensor, np.ndarray))]
-    arrays = [_rows(leaf) for leaf in leaves if leaf.ndim and len(leaf)]
-    groups: dict[bytes, list[int]] = {}
-    for record in range(len(arrays[0]) if arrays else 0):
-        digest = hashlib.blake2b(digest_size=16)
-        for array in arrays:
-            digest.update(array[record].data)
-        groups.setdefault(digest.digest(), []).append(record)
-    return sorted((group for group in groups.values() if len(group) > 1), key=lambda group: (-len(group), group))
+    arrays = [leaf for leaf in leaves if leaf.ndim and len(leaf)]
+    count = len(arrays[0]) if arrays else 0
+    digests = np.empty(count, dtype=np.uint64)
+    for at in range(0, count, _AT_ONCE):
+        digests[at : at + _AT_ONCE] = record_digests([array[at : at + _AT_ONCE] for array in arrays])
+    return copies_among(digests)
+
+
+def copies_among(digests: np.ndarray) -> Copies:
+    """Finds the records that have the digest of another.
+
+    Args:
+        digests: of each record, (N,), uint64.
+    """
+    order = np.sort(digests)
+    places = np.flatnonzero(order[1:] == order[:-1])  # where one is followed by its equal
+    if not len(places):
+        return Copies(0, places)
+    breaks = np.flatnonzero(np.diff(places) != 1)
+    starts, ends = places[np.append(0, breaks + 1)], places[np.append(breaks, len(places) - 1)]
+    sizes = ends - starts + 2
+    first = int(np.flatnonzero(np.isin(digests, order[starts[sizes == sizes.max()]]))[0])  # of equal groups the first
+    return Copies(int(sizes.sum()), np.flatnonzero(digests == digests[first]))
+
+
+def record_digests(leaves: Sequence[Any]) -> np.ndarray:
+    """Returns a digest of 64 bits of each record: BLAKE2b of its bytes.
+
+    Args:
+        leaves: arrays or tensors with one row per record.
+    """
+    joined = np.concatenate([_rows(leaf) for leaf in leaves], axis=1)
+    found = (hashlib.blake2b(row, digest_size=8).digest() for row in joined)
+    return np.frombuffer(b"".join(found), dtype=np.uint64)
 
 
 def _rows(values: Any) -> np.ndarray:
@@ -374,18 +413,17 @@ def _rows(values: Any) -> np.ndarray:
     return np.ascontiguousarray(plain).view(np.uint8).reshape(len(values), -1)
 
 
-def describe_copies(groups: Sequence[Sequence[int]], records: int) -> tuple[str, ...]:
+def describe_copies(copies: Copies, records: int) -> tuple[str, ...]:
     """Returns what floors must say of a data set with copies: one sentence, or nothing.
 
-    >>> describe_copies([[0, 2, 5], [3, 4]], 10)
+    >>> describe_copies(Copies(5, np.array([0, 2, 5])), 10)
     ('5 of 10 records have exact copies (at most 3 of one): floors are for one row; for somebody with k of them see
     group_floor',)
     """
-    if not groups:
+    if not copies.records:
         return ()
-    some, most = sum(len(group) for group in groups), len(groups[0])
-    copies = f"{some:,} of {records:,} records have exact copies (at most {most:,} of one)"
-    return (f"{copies}: floors are for one row; for somebody with k of them see group_floor",)
+    some = f"{copies.records:,} of {records:,} records have exact copies (at most {len(copies.largest):,} of one)"
+    return (f"{some}: floors are for one row; for somebody with k of them see group_floor",)
 
 
 def checked_rows(rows: Any, records: int) -> list[int]:

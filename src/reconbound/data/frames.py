@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import date, time
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -143,7 +143,11 @@ def load_file(path: str | os.PathLike[str], options: DataOptions) -> Dataset:
     """Returns the data set in a CSV or Parquet file."""
     file, place = os.fspath(path), Path(path)
     if file.lower().endswith(PARQUET):
+        from reconbound.data import streaming
+
         options.refuse("is for CSV files", "header")
+        if streaming.is_large(place):
+            return streaming.load_large_parquet(place, options)
         table = Table(file, read_parquet(place, options.drop or ()))
     else:
         frame, decimal = csv.read_csv(place, options.header)
@@ -213,16 +217,7 @@ def _make_dataset(table: Table, options: DataOptions) -> Dataset:
     source, names = table.source, list(table.frame.columns)
     if not len(table.frame):
         raise DataError(f"{source}: names {len(names)} columns, but holds no rows")
-    target = _check_target(table, options.target)
-    settings = tables.check_column_options(names, options, target)
-    dropped, as_text = (tables.split_names(given or (), names) for given in (options.drop, options.categories))
-    tables.check_names_exist("drop", dropped, names, source)
-    tables.check_names_exist("category", as_text, names, source)
-    asked = {**dict.fromkeys(settings.private or (), PRIVATE), **dict.fromkeys(settings.ranges, "has a range")}
-    if refused := next((one for one in dropped if one in asked or one == target), None):
-        raise InputError("drop", "must not name the target, a private column or one with a range", refused)
-    if refused := next((one for one in as_text if one in settings.ranges), None):
-        raise InputError("category", "must not name a column with a range", refused)
+    target, settings, asked, dropped, as_text = check_options(table, options)
     notes: list[str] = []
     columns, aim = [], None
     for k, one in enumerate(names):
@@ -238,6 +233,45 @@ def _make_dataset(table: Table, options: DataOptions) -> Dataset:
     assert aim is not None  # a target without values is refused above
     rows = [table.row_name(row) for row in range(len(table.frame))]
     return tables.make_table(source, columns, aim, settings, options, record_names=rows, notes=notes)
+
+
+class Asked(NamedTuple):
+    """Options for a table's columns, checked.
+
+    Attributes:
+        target: the column to predict.
+        settings: ranges, units and private columns.
+        asked: why a column was asked for by name, by its name.
+        dropped: columns to leave out.
+        as_text: columns to take as categories.
+    """
+
+    target: str
+    settings: tables.ColumnOptions
+    asked: dict[str, str]
+    dropped: tuple[str, ...]
+    as_text: tuple[str, ...]
+
+
+def check_options(table: Table, options: DataOptions) -> Asked:
+    """Returns the options for a table's columns, checked against its names.
+
+    Args:
+        table: with the names; its cells are not read.
+        options: as they were given.
+    """
+    source, names = table.source, list(table.frame.columns)
+    target = _check_target(table, options.target)
+    settings = tables.check_column_options(names, options, target)
+    dropped, as_text = (tables.split_names(given or (), names) for given in (options.drop, options.categories))
+    tables.check_names_exist("drop", dropped, names, source)
+    tables.check_names_exist("category", as_text, names, source)
+    asked = {**dict.fromkeys(settings.private or (), PRIVATE), **dict.fromkeys(settings.ranges, "has a range")}
+    if refused := next((one for one in dropped if one in asked or one == target), None):
+        raise InputError("drop", "must not name the target, a private column or one with a range", refused)
+    if refused := next((one for one in as_text if one in settings.ranges), None):
+        raise InputError("category", "must not name a column with a range", refused)
+    return Asked(target, settings, asked, dropped, as_text)
 
 
 def _check_target(table: Table, target: str | None) -> str:
@@ -274,7 +308,7 @@ def _read_column(
 
     name = str(cells.name)
     values = None if as_text else _typed_numbers(cells)
-    texts = _read_texts(table, cells) if values is None else []
+    texts = read_texts(table, cells) if values is None else []
     missing = np.array([not text for text in texts]) if values is None else np.isnan(values)
     if is_target and missing.any():
         place = table.place(int(missing.argmax()), name)
@@ -314,7 +348,7 @@ def _typed_numbers(cells: Series) -> np.ndarray | None:
     return cells.to_numpy(dtype=np.float64, na_value=np.nan)
 
 
-def _read_texts(table: Table, cells: Series) -> list[str]:
+def read_texts(table: Table, cells: Series) -> list[str]:
     """Returns the cells of a column as clean text, "" where missing."""
     from pandas.api.types import is_datetime64_any_dtype
 

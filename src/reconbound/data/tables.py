@@ -209,28 +209,67 @@ def scale_numbers(
 ) -> tuple[np.ndarray, list[Feature]]:
     """Returns (value - low)/(high - low), (N, 1); where some are missing (N, 2): the middle, and a public mark."""
     values, missing = column.values, np.isnan(column.values)
-    feature = _number_feature(table, column.name, values[~missing], settings, private, notes)
+    feature = number_feature(table, column.name, values[~missing], settings, private, notes)
     if private and np.sum(~missing) > 9 and len(np.unique(values[~missing])) < 3:
-        what = "taken as a continuous number, but holds at most two different values, which no floor on its error hides"
-        kind = "public" if settings.private is None else "private"
-        notes.append(f"{column.name}: {what}; --category {column.name!r} makes it a {kind} category")
-    filled = np.where(missing, feature.low / 2 + feature.high / 2, values)
-    outside = int(np.sum((filled < feature.low) | (filled > feature.high)))
+        notes.append(describe_two_values(column.name, settings))
+    outside = int(np.sum((values < feature.low) | (values > feature.high)))
     if outside:
-        ends = _format_range(feature.low, feature.high)
-        notes.append(
-            f"{column.name}: {outside:,} of {len(values):,} values lie outside {ends} and were moved to its ends"
-        )
-    scaled = (np.clip(filled, feature.low, feature.high) - feature.low) / (feature.high - feature.low)
-    if not missing.any():
-        return scaled[:, None], [feature]
-    mark = Feature(f"{column.name} {MISSING}", private=False, column=column.name)
-    return np.stack([scaled, missing.astype(np.float64)], axis=1), [feature, mark]
+        notes.append(describe_outside(feature, outside, len(values)))
+    marked = bool(missing.any())
+    return scaled(values, feature, marked), [feature, missing_mark(column.name)] if marked else [feature]
 
 
-def _number_feature(
+def scaled(values: np.ndarray, feature: Feature, marked: bool) -> np.ndarray:
+    """Returns (value - low)/(high - low), (N, 1); with a mark (N, 2): the middle where missing, and the mark.
+
+    Args:
+        values: numbers, NaN where missing.
+        feature: with the range.
+        marked: whether some are missing.
+    """
+    missing = np.isnan(values)
+    filled = np.where(missing, feature.low / 2 + feature.high / 2, values)
+    found = (np.clip(filled, feature.low, feature.high) - feature.low) / (feature.high - feature.low)
+    return np.stack([found, missing.astype(np.float64)], axis=1) if marked else found[:, None]
+
+
+def missing_mark(name: str) -> Feature:
+    """Returns the public feature that says where a column's values are missing."""
+    return Feature(f"{name} {MISSING}", private=False, column=name)
+
+
+def describe_two_values(name: str, settings: ColumnOptions) -> str:
+    """Returns a note on a private column of numbers with at most two different values."""
+    what = "taken as a continuous number, but holds at most two different values, which no floor on its error hides"
+    kind = "public" if settings.private is None else "private"
+    return f"{name}: {what}; --category {name!r} makes it a {kind} category"
+
+
+def describe_outside(feature: Feature, outside: int, count: int) -> str:
+    """Returns a note on values outside a declared range.
+
+    Args:
+        feature: with the range.
+        outside: how many values.
+        count: of all.
+    """
+    ends = _format_range(feature.low, feature.high)
+    return f"{feature.name}: {outside:,} of {count:,} values lie outside {ends} and were moved to its ends"
+
+
+def number_feature(
     table: str, name: str, known: np.ndarray, settings: ColumnOptions, private: bool, notes: list[str]
 ) -> Feature:
+    """Returns the feature of a column of numbers; notes a range that is read off the data.
+
+    Args:
+        table: what messages call the table.
+        name: of the column.
+        known: its values.
+        settings: ranges and units.
+        private: whether the audit protects it.
+        notes: gets what the owner should know.
+    """
     unit = settings.units.get(name, "")
     if name in settings.ranges:
         low, high = settings.ranges[name]
@@ -283,9 +322,20 @@ def encode_categories(
         return np.zeros((len(codes), 0)), []
     if len(found) == 1:
         notes.append(f"{column.name}: every value is {str(found[0]) or MISSING!r}")
-    names = [f"{column.name} = {str(text) or MISSING}" for text in found]
-    features = [Feature(name, private=private, column=column.name, category=True) for name in names]
-    return (codes.reshape(-1, 1) == np.arange(len(found))).astype(np.float64), features
+    own = category_features(column.name, [str(text) for text in found], private)
+    return (codes.reshape(-1, 1) == np.arange(len(found))).astype(np.float64), own
+
+
+def category_features(name: str, texts: Sequence[str], private: bool) -> list[Feature]:
+    """Returns the feature of each category of a column.
+
+    Args:
+        name: of the column.
+        texts: the categories, "" for missing.
+        private: whether the audit protects the column.
+    """
+    names = [f"{name} = {text or MISSING}" for text in texts]
+    return [Feature(one, private=private, column=name, category=True) for one in names]
 
 
 def _sorted_codes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

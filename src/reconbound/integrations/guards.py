@@ -101,6 +101,17 @@ def _noise_generator(optimizer: Any) -> torch.Generator | None:
     return torch.default_generator if device.type == "cpu" else None
 
 
+def is_same_mark(own: Mapping[str, Any], given: Any) -> bool:
+    """Returns whether a state names the training that a ledger is of, whatever it holds in place of its values.
+
+    Args:
+        own: names and plain values of this training.
+        given: what the state has.
+    """
+    found = given if isinstance(given, Mapping) else {}
+    return all(type(found.get(name)) is type(value) and found[name] == value for name, value in own.items())
+
+
 def packed_sequences_refused(parameters: list[nn.Parameter]) -> Callable[[], None]:
     """Makes Opacus's recurrent layers with these parameters refuse packed sequences; returns what undoes it.
 

@@ -39,6 +39,7 @@ from reconbound.integrations.guards import (
     Settings,
     check_accounted,
     check_loss,
+    is_same_mark,
     packed_sequences_refused,
     steps_before,
 )
@@ -429,22 +430,23 @@ class OpacusLedger:
             raise InputError("state", "must be what state_dict of such a ledger returned", type(state).__name__)
         if self.steps or self.finished:
             raise InputError("state", "must be loaded before the first step", f"{self.steps} steps")
-        if state.get("mark") != self._mark():
-            raise InputError("state", f"must be of the same training, {self._mark()}", state.get("mark"))
+        if not is_same_mark(self._mark(), state.get("mark")):
+            raise InputError("state", f"must be of the same training, {self._mark()}", "that of another one")
         steps, finished = state.get("steps"), state.get("finished")
         if type(steps) is not int or steps < 0 or type(finished) is not bool or (finished and not steps):
-            raise InputError("state", "must have its number of steps", (steps, finished))
+            raise InputError("state", "must have its number of steps", f"{type(steps).__name__} and {finished is True}")
         bounds = state.get("bounds")
-        if not isinstance(bounds, list) or len(bounds) != (2 if steps else 0):
-            raise InputError("state", "must have the smallest and the largest clip norm", bounds)
+        if not isinstance(bounds, list | tuple) or len(bounds) != (2 if steps else 0) or {*map(type, bounds)} - {float}:
+            raise InputError("state", "must have the smallest and the largest clip norm", f"a {type(bounds).__name__}")
         bounds = [number("bounds", bound, above=0.0) for bound in bounds]
         states = NoiseStates(self._optimizer)
         states.restore(state.get("noise_states"))
+        seed = None if self._blocks is None else checked_seed(state.get("seed"), "state")
         self._ledger.restore(state.get("tensors"), int(finished))  # type: ignore[arg-type]
         self.steps, self._bounds, self._states = steps, bounds, states
         self._before = max(0, self._before - steps)
-        if self._blocks is not None:
-            self._blocks.seed = checked_seed(state.get("seed"), "state")
+        if self._blocks is not None and seed is not None:
+            self._blocks.seed = seed
         if finished:
             self._detach()
             self._ledger, self.finished = self._counted(), True

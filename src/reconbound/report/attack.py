@@ -34,7 +34,7 @@ _NUMBERS = ("floor", "cramer_rao", "guess")
 
 @dataclass(frozen=True, repr=False)
 class Attacked:
-    """What attacks found in fresh trainings around an audit's.
+    """The result of attacks in fresh trainings around an audit's.
 
     Attributes:
         records: of each attacked record its floors and attacks.
@@ -262,6 +262,8 @@ def sandwich_chart(view: View, found: Attacked) -> charts.Chart | None:
          "lines", "dash"),
         ("attack that knows the same two", [None if one.both is None else one.both[0] for one in order],
          charts.ORANGE, "markers", "solid"),
+        ("informed attack", [None if one.probable is None else one.probable.mse for one in order], charts.GREEN,
+         "markers", "solid"),
         ("what the informed attacker guessed before", [one.guess for one in order], charts.GREY, "lines", "dot"),
     )  # fmt: skip
     data, keys, seen = [], [], []

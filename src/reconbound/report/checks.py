@@ -88,6 +88,8 @@ def _check_tensors(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> N
             if sizes.setdefault(axis, length) != length:
                 raise InputError(name, f"must have {sizes[axis]} in place of {length}", tuple(given.shape))
         _check_kind(name, given)
+    if facts.get("shown_of") is not None:
+        whole("shown_of", facts["shown_of"], at_least=sizes["N"])
     if sizes["worlds"] and not {"nats", "nats_measured"} <= set(tensors):
         raise InputError("worlds", "must be of a file with nats and nats_measured", sorted(tensors))
     for name in (name for name in ("kept", "diagonal_of") if name in tensors):

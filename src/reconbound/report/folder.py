@@ -2,6 +2,7 @@
 
     run.json               public facts: mechanism, data-independent floors. Nothing that depends on a record
     leakage.safetensors    per-record leakage, sealed and confidential (mode 0600)
+    ledger.safetensors     the ledger of all records, where the leakage file is about some of very many (confidential)
     plan.json              what was asked, and the seed (confidential)
     checkpoints/           of the training (confidential)
     model.safetensors      the released parameters: those of the first run
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from reconbound._internal import files
 from reconbound._internal.checks import InputError, number, numbers, warn_user, whole
+from reconbound._internal.large_files import write_sealed
 from reconbound.report.checks import REMOVED, check_leakage
 from reconbound.report.formats import pixel_scale
 
@@ -39,6 +41,8 @@ FORMAT = 1
 RUN, LEAKAGE, CHECKPOINTS = "run.json", "leakage.safetensors", "checkpoints"
 REPORT, PUBLIC_REPORT = "report.html", "report-public.html"
 PLAN, MODEL, ATTACK = "plan.json", "model.safetensors", "attack.safetensors"
+#: The ledger of every record, in the folder of an audit of so many that the leakage file is about some of them.
+LEDGER = "ledger.safetensors"
 #: Where the seed of a run is from that was not made up by the operating system.
 CHOSEN_SEED = "--seed: not for a release"
 #: Where the noise of a run is from that Opacus trained.
@@ -114,7 +118,8 @@ class Leakage:
             inferred_ranges (whether any range was read off the data), diagonal_measured and diagonal_probes (how often
             each record of `diagonal` was measured, over all runs, and with how many probes), accuracy_baseline (on the
             test data, of always predicting the most frequent class or the mean), copies (how many records have exact
-            copies and the largest group: auditing.priors.copies_of), and everything else that the page needs.
+            copies and the largest group: auditing.priors.copies_of), shown_of (the number of all records, where N of
+            them are here: drawn at random, and the most exposed), and everything else that the page needs.
     """
 
     dfil: Tensor
@@ -243,7 +248,7 @@ def read_audit(folder: str | os.PathLike[str]) -> tuple[Run, Leakage]:
     if named is not None and named != run_digest(run):
         raise files.Unreadable(f"{Path(folder) / RUN} and {LEAKAGE} are of different audits, or one was changed")
     removed = any(world["kind"] == REMOVED for world in leakage.facts.get("worlds") or ())
-    fits = len(leakage.measured) == run.data.get("records")
+    fits = leakage.facts.get("shown_of", len(leakage.measured)) == run.data.get("records")
     if not fits or (removed and run.mechanism.get("sampler") != "poisson"):
         why = "records that are left out need Poisson batches" if fits else "they are of other numbers of records"
         raise files.Unreadable(f"{Path(folder) / RUN} and {LEAKAGE} do not belong together: {why}")
@@ -329,8 +334,7 @@ def write_leakage(folder: str | os.PathLike[str], leakage: Leakage) -> None:
     """
     parts = {f.name: getattr(leakage, f.name) for f in fields(leakage) if f.name != "facts"}
     tensors = {name: part for name, part in parts.items() if part is not None}
-    content = files.sealed(tensors, {"format": FORMAT, "kind": "leakage", **leakage.facts})
-    files.write_whole(Path(folder) / LEAKAGE, content, mode=files.CONFIDENTIAL)
+    write_sealed(Path(folder) / LEAKAGE, tensors, {"format": FORMAT, "kind": "leakage", **leakage.facts})
 
 
 def read_leakage(folder: str | os.PathLike[str]) -> Leakage:

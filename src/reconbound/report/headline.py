@@ -29,7 +29,15 @@ def headline(view: View) -> list[str]:
     Args:
         view: the audit.
     """
-    return [*warnings(view), *finding(view)]
+    return [*warnings(view), *finding(view), *describe_shown(view)]
+
+
+def describe_shown(view: View) -> list[str]:
+    """Returns a sentence on a report that is about some of the records; nothing where it is about all."""
+    if view.all_records == view.records:
+        return []
+    shown = f"This report is about {view.records:,} of the {view.all_records:,} {view.noun}s"
+    return [f"{shown}, drawn at random, and the most exposed of all; ledger.safetensors has every one."]
 
 
 def warnings(view: View) -> list[str]:

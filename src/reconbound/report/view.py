@@ -56,7 +56,8 @@ class View:
             column; 1 for tables with more.
         guess: the ± error of guessing the average record, mean square over the features.
         measured: which records have floors for unbiased attackers, (N,).
-        records: N, the number of records.
+        records: N, the number of records that are shown: of very many some, and the most exposed ones.
+        all_records: the number of training records.
         unknown: the number of records of which nothing is known: never measured.
         floor: the ± floor of each record, (N,), under the first rule; 0 where nothing is known.
         upper_floor: the same at the upper confidence limit of its leakage, (N,); None without limits. It is 0 where
@@ -165,6 +166,7 @@ class View:
         known = np.nan_to_num(leakage.guess.double().numpy())
         self.guess = self.unit * float(np.sqrt(known.mean())) if known.size else 0.0
         self.measured: np.ndarray = (leakage.measured.numpy() > 0) & self.unbiased
+        self.all_records = int(leakage.facts.get("shown_of", len(self.measured)))
         self.records, self.unknown = len(self.measured), int((~self.measured).sum())
         self.floor = np.zeros(self.records)
         if self.unbiased:

@@ -27,6 +27,7 @@ from reconbound._internal import files
 from reconbound._internal.checks import warn_user
 from reconbound._internal.large_files import SealedFile, write_sealed
 from reconbound.fisher.worlds import Replacement
+from reconbound.training.rows import DatasetRows
 
 if TYPE_CHECKING:
     from reconbound.training.private_sgd import PrivateSGD
@@ -354,6 +355,8 @@ def identify(learner: PrivateSGD, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def data_digest(inputs: Any, targets: Any) -> str:
     """Returns the SHA-256 of all tensors of a data set."""
+    if isinstance(inputs, DatasetRows):
+        return inputs.digest
     leaves = tree_leaves((inputs, targets))
     return files.tensor_digest({f"{i}": leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
 

@@ -32,6 +32,7 @@ from reconbound.training import checkpoint as checkpoints
 from reconbound.training import noise as noises
 from reconbound.training import settings as given
 from reconbound.training.ranks import Ranks, TrainingError, on_cpu
+from reconbound.training.rows import DatasetRows
 from reconbound.training.sampling import (
     Shard,
     make_account,
@@ -58,7 +59,8 @@ class PrivateSGD:
         model: any torch model that treats each record independently; it is trained in place.
         loss_fn: (outputs, targets) → one loss per record, (B,).
         inputs: the training inputs, tensors or NumPy arrays (or a tuple or dictionary of them) with one row per record.
-            Arrays of floats get the model's dtype; tensors must have it.
+            Arrays of floats get the model's dtype; tensors must have it. Or a map-style torch Dataset of pairs (input,
+            target), or DatasetRows of one, which are read when they are needed; targets is then None.
         targets: the training targets, in the same forms.
         settings: the run's Settings.
         optimizer: parameters → torch optimizer; default SGD with the settings' lr, momentum and weight_decay. Whatever
@@ -127,8 +129,7 @@ class PrivateSGD:
         flags = {"spectral": spectral, "progress": progress, "check": check}
         given.check_arguments(model, settings, callbacks, functions, flags)
         self.model, self.loss_fn, self.settings, self.ranks = model, loss_fn, settings, Ranks.present()
-        self.inputs = given.as_tensors(model, "inputs", inputs)
-        self.targets = given.as_tensors(model, "targets", targets)
+        self.inputs, self.targets = given.as_rows(model, inputs, targets)
         self.records = given.record_count(self.inputs, self.targets)
         self.sampler = make_sampler(settings.sampler, self.records, settings.sample_rate)
         self.shards = make_shards(self.records, 1 if shards is None else shards)
@@ -157,10 +158,10 @@ class PrivateSGD:
         data, how = (self.inputs, self.targets), dict[str, Any](kept=kept, check=check)
         self.measurer = self.ranks.try_all(lambda: Measurer(model, loss_fn, data, settings, private, **how))
         self.features = self.measurer.features
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not isinstance(self.inputs, DatasetRows):
             self.sampler = with_gaps(self.sampler)
-        if self.device.type == "cuda" and len(self.shards) == self.ranks.size == 1:
-            self.measurer.replay(padded_sizes(self.sampler))
+            if len(self.shards) == self.ranks.size == 1:
+                self.measurer.replay(padded_sizes(self.sampler))
         self._ledger: FisherAccountant | None = None
         self.plans = Plans()
         self.history: list[dict[str, float]] = []

@@ -5,6 +5,7 @@ They are checked here, once; the rest of the package takes them as they are.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,11 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import Dataset
 
 from reconbound._internal.checks import InputError, flag, function, plain_number, whole
 from reconbound._internal.rng import checked_seed
 from reconbound.accounting.measurement_plan import Budget, checked_budget
 from reconbound.accounting.spec import MechanismSpec
+from reconbound.training.rows import DatasetRows
 from reconbound.validate.model import check_module, is_about_kinds, model_dtype
 
 if TYPE_CHECKING:
@@ -171,6 +174,24 @@ def _describe(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
+def as_rows(model: nn.Module, inputs: Any, targets: Any) -> tuple[Any, Any]:
+    """Returns inputs and targets as tensors, or a Dataset as its rows, without targets.
+
+    Args:
+        model: gives the dtype.
+        inputs: as in PrivateSGD.
+        targets: as in PrivateSGD.
+    """
+    if isinstance(inputs, Dataset):
+        inputs = DatasetRows(inputs)
+    if not isinstance(inputs, DatasetRows):
+        return as_tensors(model, "inputs", inputs), as_tensors(model, "targets", targets)
+    if targets is not None:
+        raise InputError("targets", "must be None: the Dataset has them in its items", _describe(targets))
+    inputs.kind = model_dtype(model)
+    return inputs, None
+
+
 def as_tensors(model: nn.Module, name: str, tree: Any) -> Any:
     """Returns a data set with its NumPy arrays as tensors, the rest unchanged.
 
@@ -191,6 +212,8 @@ def as_tensors(model: nn.Module, name: str, tree: Any) -> Any:
             raise InputError(name, "must hold numbers", f"an array of {x.dtype}")
         if not x.dtype.isnative or x.dtype == np.longdouble:
             x = x.astype(np.float64 if x.dtype == np.longdouble else x.dtype.newbyteorder("="))
+        if isinstance(x, np.memmap):
+            return _mapped(name, x, kind)
         own = x if x.flags.writeable and min(x.strides, default=0) >= 0 else x.copy()  # what torch can share
         found = torch.as_tensor(own)
         if found.is_floating_point() and kind is not None:
@@ -200,6 +223,21 @@ def as_tensors(model: nn.Module, name: str, tree: Any) -> Any:
     return tree_map(convert, tree) if any(isinstance(x, np.ndarray) for x in tree_leaves(tree)) else tree
 
 
+def _mapped(name: str, array: np.memmap, kind: torch.dtype | None) -> Tensor:
+    """Returns a tensor on the memory of a mapped file; refuses a large one that would have to be copied."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns where the file is open for reading only; nothing is written
+        found = torch.from_numpy(array) if min(array.strides, default=0) >= 0 else torch.from_numpy(array.copy())
+    wanted = kind if found.is_floating_point() and kind is not None else found.dtype
+    wanted = torch.int64 if name == "targets" and found.dtype in _NARROW else wanted
+    if wanted != found.dtype and name == "inputs" and array.nbytes > MOST_COPIED:
+        what = f"must be of {wanted} where so much is mapped from a file, so that it need not be copied into memory"
+        raise InputError(name, what, found.dtype)
+    return found.to(wanted)
+
+
+#: Bytes of a mapped file that are copied into memory at most, to change their dtype.
+MOST_COPIED = 2**28
 _NARROW = (torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32, torch.uint64)
 
 
@@ -210,6 +248,8 @@ def row_counts(inputs: Any, targets: Any) -> set[int]:
         inputs: tensors with one row per record.
         targets: tensors with one row per record.
     """
+    if isinstance(inputs, DatasetRows):
+        return {len(inputs)}
     return {len(t) if t.dim() > 0 else 0 for t in tree_leaves((inputs, targets)) if isinstance(t, Tensor)}
 
 
@@ -220,6 +260,8 @@ def record_count(inputs: Any, targets: Any) -> int:
         inputs: tensors with one row per record.
         targets: tensors with one row per record.
     """
+    if isinstance(inputs, DatasetRows):
+        return len(inputs)
     sizes = row_counts(inputs, targets)
     for name, tree in (("inputs", inputs), ("targets", targets)):
         if not any(isinstance(t, Tensor) for t in tree_leaves(tree)) and (name == "inputs" or tree is not None):

@@ -30,6 +30,7 @@ from reconbound.fisher import Private, StepInformation
 from reconbound.fisher.sums import ClippedSum, methods_that_pass
 from reconbound.fisher.worlds import REMOVED, StepDistances, World, step_distances
 from reconbound.training.finite import STEPS, FiniteChecks, all_finite
+from reconbound.training.rows import DatasetRows
 from reconbound.training.sampling import WHOLE, Shard, within
 from reconbound.training.settings import Fault, Settings, record_count
 from reconbound.training.static_step import StaticStep
@@ -138,7 +139,10 @@ class Measurer:
             found = check_batch(model, loss_fn, *few, private=private)
         else:
             found = (*known_caveats(model), *uncovered_caveats(model, loss_fn, few, measured))
-        more = describe_copies(find_copies(inputs, targets), self.records) if check else ()
+        more: tuple[str, ...] = ()
+        if check:
+            copies = inputs.copies if isinstance(inputs, DatasetRows) else find_copies(inputs, targets)
+            more = describe_copies(copies, self.records)
         self.caveats = (*found, *more)
         kinds = (Private("nothing"), measured)
         with _refusing():
@@ -177,6 +181,10 @@ class Measurer:
 
     def rows(self, indices: Tensor) -> tuple[Any, Any]:
         """Returns inputs and targets of these records, on the model's device."""
+        if isinstance(self.inputs, DatasetRows):
+            data = self.inputs.read(indices)
+            moved: tuple[Any, Any] = tree_map_only(Tensor, lambda t: t.to(self.device), data)
+            return moved
         data = (self.inputs, self.targets)
         own: tuple[Any, Any] = tree_map_only(Tensor, lambda t: t[indices.to(t.device)].to(self.device), data)
         return own

@@ -1,4 +1,4 @@
-"""What trainings release step by step: in memory, or on disk as PrivateSGD goes on.
+"""Trajectories: all that trainings release step by step, in memory or on disk as PrivateSGD goes on.
 
 A trajectory is more than what an attacker sees: it also says who took part. It is as confidential as the data. Files
 have mode 0600 and are safetensors, never a pickle.

@@ -1,0 +1,149 @@
+"""Training records that are read when they are asked for: a map-style torch Dataset, through DataLoader workers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map, tree_structure
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from reconbound._internal.checks import InputError, function, whole
+from reconbound.data.dataset import Copies, copies_among, record_digests
+
+#: Records that are read together in the pass over all of them.
+_TOGETHER = 1024
+
+
+class DatasetRows:
+    """The records of a map-style torch Dataset, in place of the tensors `inputs` and `targets`.
+
+    Only the records that a step needs are read. All are read once before training, for a digest of the data and to
+    find copies.
+
+    Args:
+        dataset: its items are pairs (input, target), each a tensor, an array or a number, or a tuple or dictionary of
+            such; of the same shapes for every record, and the same whenever they are read: no random augmentation.
+        workers: processes that read, as num_workers of a DataLoader; 0: this process.
+        collate: items → a batch, as collate_fn of a DataLoader.
+
+    >>> pairs = torch.utils.data.TensorDataset(torch.arange(6.0).reshape(3, 2), torch.tensor([0, 1, 0]))
+    >>> DatasetRows(pairs).read(torch.tensor([2, 0]))
+    (tensor([[4., 5.],
+            [0., 1.]]), tensor([0, 0]))
+    """
+
+    def __init__(
+        self, dataset: Dataset[Any], *, workers: int = 0, collate: Callable[[list[Any]], Any] = default_collate
+    ) -> None:
+        sized = callable(getattr(dataset, "__len__", None)) and callable(getattr(dataset, "__getitem__", None))
+        if not isinstance(dataset, Dataset) or isinstance(dataset, IterableDataset) or not sized:
+            what = "must be a map-style torch Dataset, with a length and items by their number"
+            raise InputError("dataset", what, f"a {type(dataset).__name__}")
+        function("collate", collate, "items → a batch")
+        self._length, self._asked = len(dataset), _Asked()  # type: ignore[arg-type]
+        if not self._length:
+            raise InputError("dataset", "must have a record", 0)
+        self.workers, self._scanned = whole("workers", workers, at_least=0), (b"", Copies(0, np.empty(0, np.int64)))
+        self._loader: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_sampler=self._asked,
+            num_workers=self.workers,
+            collate_fn=collate,
+            persistent_workers=self.workers > 0,
+            generator=torch.Generator(),  # the global one is not touched
+        )
+        self.kind: torch.dtype | None = None
+        first = torch.arange(min(2, self._length))
+        once, again = (tree_leaves(self.read(first)) for _ in range(2))
+        if not all(torch.equal(_bytes(a), _bytes(b)) for a, b in zip(once, again, strict=True)):
+            what = "must have items that are the same whenever they are read: each measurement is of the record itself"
+            raise InputError("dataset", what, f"a {type(dataset).__name__} with random items")
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, indices: Tensor) -> tuple[Any, Any]:
+        """Returns inputs and targets of these records, in their order; floats have `kind` where that is set.
+
+        Args:
+            indices: of the records.
+        """
+        rows = indices.tolist()
+        share = max(1, -(-len(rows) // max(1, self.workers)))
+        self._asked.batches = [rows[at : at + share] for at in range(0, len(rows), share)]
+        parts = [self._pair(part) for part in self._loader]
+        if len(parts) == 1:
+            return parts[0]
+        leaves = [torch.cat(same) for same in zip(*map(tree_leaves, parts), strict=True)]
+        joined: tuple[Any, Any] = torch.utils._pytree.tree_unflatten(leaves, tree_structure(parts[0]))
+        return joined
+
+    def _pair(self, batch: Any) -> tuple[Any, Any]:
+        """Returns a batch as inputs and targets; refuses items of another form."""
+        if not isinstance(batch, list | tuple) or len(batch) != 2:
+            raise InputError(
+                "dataset", "must have pairs (input, target) as items", f"a batch of {type(batch).__name__}"
+            )
+        found: tuple[Any, Any] = tree_map(self._converted, (_tuples(batch[0]), _tuples(batch[1])))
+        return found
+
+    def _converted(self, leaf: Any) -> Tensor:
+        if not isinstance(leaf, Tensor):
+            raise InputError("dataset", "must have items of numbers, arrays and tensors", f"a {type(leaf).__name__}")
+        return leaf.to(self.kind) if leaf.is_floating_point() and self.kind is not None else leaf
+
+    # --- all records -----------------------------------------------------------------------
+
+    def _scan(self) -> tuple[bytes, Copies]:
+        """Reads all records once. Returns a digest of them, and their copies."""
+        if not self._scanned[0]:
+            sha, digests = hashlib.sha256(), np.empty(self._length, dtype=np.uint64)
+            for at in range(0, self._length, _TOGETHER):
+                part = self.read(torch.arange(at, min(at + _TOGETHER, self._length)))
+                leaves = tree_leaves(part)
+                if at == 0:
+                    sha.update(repr([(leaf.dtype, leaf.shape[1:]) for leaf in leaves]).encode())
+                for leaf in leaves:
+                    sha.update(_bytes(leaf).numpy().data)
+                digests[at : at + _TOGETHER] = record_digests(leaves)
+            self._scanned = sha.digest(), copies_among(digests)
+        return self._scanned
+
+    @property
+    def digest(self) -> str:
+        """Returns the SHA-256 of all records."""
+        return self._scan()[0].hex()
+
+    @property
+    def copies(self) -> Copies:
+        """Returns the records that are equal to others."""
+        return self._scan()[1]
+
+
+class _Asked:
+    """A sampler of the batches that are asked for now."""
+
+    def __init__(self) -> None:
+        self.batches: Sequence[list[int]] = ()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def _bytes(leaf: Tensor) -> Tensor:
+    return leaf.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _tuples(tree: Any) -> Any:
+    """Returns a tree with tuples in place of the lists that collating makes of them."""
+    if isinstance(tree, list | tuple):
+        return tuple(_tuples(part) for part in tree)
+    return {name: _tuples(part) for name, part in tree.items()} if isinstance(tree, dict) else tree
