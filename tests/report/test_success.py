@@ -28,7 +28,7 @@ from reconbound.report.text import success_notes
 from reconbound.report.view import View
 
 #: People's income has no declared range.
-INFERRED = "Suppose that an attacker knows the ranges that were read off the data, and guesses the "
+INFERRED = "Suppose that an attacker knows the column ranges that were taken from the data, and correctly guesses the "
 
 
 @pytest.fixture(scope="module")
@@ -176,9 +176,9 @@ def test_little_protection_is_said_first(folder: Path) -> None:
     run, leakage = read_audit(folder)
     assert leakage.nats is not None
     for nats, others, said in (
-        (4.0, 0.0, "This training shows almost no protection of the most exposed record."),
-        (4.0, 1.2, "This training shows little protection of most records, and almost no protection of the most"),
-        (4.0, 4.0, "This training shows almost no protection of any record."),
+        (4.0, 0.0, "Almost no protection of the most exposed record can be shown."),
+        (4.0, 1.2, "Little protection of most records can be shown, and almost no protection of the most exposed"),
+        (4.0, 4.0, "Almost no protection of any record can be shown."),
         (0.5, 0.5, "Suppose that"),
     ):
         each = torch.full_like(leakage.nats, others)

@@ -51,9 +51,11 @@ def warnings(view: View) -> list[str]:
     if row["max"] < ALMOST_NONE:
         return []
     if row["median"] >= ALMOST_NONE:
-        return [f"This training shows almost no protection of any {view.noun}."]
-    little = f"little protection of most {view.noun}s, and " if row["median"] >= LITTLE else ""
-    return [f"This training shows {little}almost no protection of the most exposed {view.noun}."]
+        return [f"Almost no protection of any {view.noun} can be shown."]
+    most = f"almost no protection of the most exposed {view.noun}"
+    if row["median"] >= LITTLE:
+        return [f"Little protection of most {view.noun}s can be shown, and {most}."]
+    return [f"{most.capitalize()} can be shown."]
 
 
 def model_caveats(caveats: Mapping[str, str] | None) -> list[str]:
