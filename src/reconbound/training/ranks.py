@@ -19,6 +19,11 @@ from torch import Tensor
 from reconbound._internal.checks import InputError
 from reconbound._internal.files import json_digest
 
+if dist.is_available():
+    # torch imports it late, for its compiler. Its functions then keep the group that is the default at that time, which
+    # nobody can destroy any more: the process aborts when it ends ("terminate called without an active exception").
+    import torch.distributed.nn.functional
+
 T = TypeVar("T")
 
 
