@@ -206,9 +206,11 @@ def test_large_tables_are_sampled(tmp_path, monkeypatch) -> None:
 
 
 def test_unmeasured_records_keep_diagonals_and_zeros_are_shared_evenly() -> None:
+    trace = torch.tensor([6.0, 0.0, 4.0, 8.0], dtype=torch.float64)
     ledger = SimpleNamespace(
-        trace=lambda: torch.tensor([6.0, 0.0, 4.0, 8.0], dtype=torch.float64),
+        traces=SimpleNamespace(trace_mean=lambda k, at: trace[at]),
         measured=lambda: torch.tensor([3, 0, 1, 2]),
+        device=torch.device("cpu"),
     )
     own = torch.tensor([[1.0, 2.0], [5.0, 1.0], [0.0, 0.0]])
     found = audit_leakage.scale_to_ledger(own, ledger, torch.tensor([0, 1, 2]))  # type: ignore[arg-type]

@@ -157,7 +157,7 @@ def _listen(path: Path) -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_changed_files_with_right_digests_are_one_line_or_a_result(name, done, tmp_path) -> None:
     rng, results, uses = random.Random(f"tampered {name} {SHARE}"), 0, 0
-    for k in range(SHARE or (10 if name in ("audit", "sweep") else 5)):
+    for k in range(SHARE or (6 if name in ("audit", "sweep") else 4)):
         kept = tmp_path / "kept"
         shutil.copytree(done / name, kept)
         files = [p for p in sorted(kept.rglob("*")) if p.suffix in (".json", ".safetensors", ".db") or p.name == "seed"]

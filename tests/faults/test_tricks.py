@@ -10,6 +10,7 @@ import json
 import lzma
 import math
 import os
+import random
 import re
 import shutil
 import sqlite3
@@ -198,19 +199,19 @@ def test_a_fact_of_a_trial_of_another_kind_is_one_line(base, name, text) -> None
     "value", [10**400, -(10**320), math.inf, math.nan, "\ud800", "a\nreconbound: b", 1e-320], ids=range(7)
 )
 def test_numbers_beyond_all_ranges_are_one_line_or_a_result(base, value) -> None:
-    """JSON as Python reads it holds 1e999, NaN and whole numbers of any length."""
+    """JSON as Python reads it holds 1e999, NaN and whole numbers of any length. FUZZ=1 tries every fact."""
     folder = base / "audit"
     run = {k: v for k, v in json.loads((folder / "run.json").read_text()).items() if k != "sha256"}
     tensors, facts = unsealed(folder / "leakage.safetensors")
     facts.pop("run")
     (folder / "leakage.safetensors").write_bytes(sealed(tensors, facts))
-    for part in ("data", "mechanism", "training", "guarantee"):
-        for name in run[part]:
-            changed = {**run, part: {**run[part], name: value}}
-            (folder / "run.json").write_text(json.dumps({**changed, "sha256": json_digest(changed)}))
-            found = ended(["show", str(folder)])
-            assert found.clear, (part, name, found)
-            assert not any(line.startswith("reconbound: b") for line in (found.out + found.err).splitlines())
+    names = [(part, name) for part in ("data", "mechanism", "training", "guarantee") for name in run[part]]
+    for part, name in names if os.environ.get("FUZZ") else random.Random(repr(value)).sample(names, 12):
+        changed = {**run, part: {**run[part], name: value}}
+        (folder / "run.json").write_text(json.dumps({**changed, "sha256": json_digest(changed)}))
+        found = ended(["show", str(folder)])
+        assert found.clear, (part, name, found)
+        assert not any(line.startswith("reconbound: b") for line in (found.out + found.err).splitlines())
 
 
 @pytest.mark.parametrize("command", ["report", "show", "frontier", "audit", "compare"])

@@ -256,7 +256,7 @@ def test_add_remove_divergences_are_converted_for_replace_one() -> None:
     """P — without the record — Q: random triples of distributions, each divergence to the middle at most ε."""
     rng = np.random.default_rng(6)
     for order in (2.0, 3.0, 4.0, 8.0):
-        for _ in range(300):
+        for _ in range(60):
             k = int(rng.integers(2, 5))
             p, middle, q = (rng.dirichlet(np.full(k, 2.0)) + 1e-9 for _ in range(3))
             p, middle, q = (x / x.sum() for x in (p, middle, q))

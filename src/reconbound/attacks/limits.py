@@ -50,7 +50,7 @@ def mean_limits(values: Any, confidence: float = 0.95) -> tuple[float, float]:
         confidence: that the mean lies between the two limits.
 
     >>> tuple(round(x, 3) for x in mean_limits([0.1] * 200))
-    (0.054, 0.166)
+    (0.052, 0.167)
     """
     found = numbers("values", values, at_least=0.0).ravel()
     if found.max() > 1:

@@ -43,10 +43,10 @@ def describe_shown(view: View) -> list[str]:
 def warnings(view: View) -> list[str]:
     """Returns what comes before the finding: a weak guarantee, little protection, or floors that are not proved."""
     found, weak = view.success, view.protection.warning(view.noun)
+    if found.leading is None:
+        return [*([weak] if weak else []), *model_caveats(view.run.caveats)]
     if weak:
         return [weak]
-    if found.leading is None:
-        return model_caveats(view.run.caveats)
     row = found.row(found.leading)
     if row["max"] < ALMOST_NONE:
         return []
