@@ -94,10 +94,10 @@ def test_readme_audit_prints_what_is_shown(tmp_path: Path, capsys, monkeypatch) 
     )
     assert len(column.findall(shown)) == 1 < len(column.findall(printed))
     chance = re.compile(
-        r"Suppose that an attacker correctly guesses the [\w/ ]+ of a record with a chance of 10% from a model that "
-        r"was trained with \S+.* in its place\. With this model the chance is at most [\d.]+% for half of the records, "
-        r"[\d.]+% for 99 of 100 and [\d.]+% for the most exposed one, whatever the method of attack; these limits are "
-        r"estimates from 3 trainings"
+        r"Suppose that an attacker correctly guesses the [\w/ ]+ of a record with a chance of 10% from a model trained "
+        r"on the same data, but with \S+.* in its place\. With the real model the chance is at most [\d.]+% for half "
+        r"of the records, [\d.]+% for 99 of 100 and [\d.]+% for the most exposed one, whatever the method of attack; "
+        r"these limits are estimates from 3 trainings"
     )
     assert chance.search(" ".join(shown.split()))
     assert chance.search(" ".join(printed.split()))

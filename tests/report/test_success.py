@@ -101,11 +101,13 @@ def test_the_first_sentence_says_what_the_table_and_the_json_say(
     median, p99, most = (format_percent(row[name]) for name in ("median", "p99", "max"))
     first, second, third = headline(view)[-3:]
     assert first == (
-        f"{INFERRED}{lead.name} of a record with a chance of 10% from a model that was trained with {lead.reference} "
-        "in its place."
+        f"{INFERRED}{lead.name} of a record with a chance of 10% from a model trained on the same data, but with "
+        f"{lead.reference} in its place."
     )
     assert p99 == most  # of 40 records
-    assert second.startswith(f"With this model the chance is at most {median} for half of the records and {most} for ")
+    assert second.startswith(
+        f"With the real model the chance is at most {median} for half of the records and {most} for "
+    )
     assert third.startswith(f"Averaged over the records, a guess of {lead.name} errs by at least ±")
     page = html.unescape((folder / REPORT).read_text())
     assert first in page
