@@ -165,10 +165,6 @@ class SameNoise(PrivateSGD):
         return draw(derive(self.seed, "noise", self.step), len(total), total.device)
 
 
-def flat(sums):
-    return torch.cat([value.flatten() for value in sums.values()])
-
-
 def replayed() -> None:
     """Sums and information from graphs are the eager ones to 1e-5; ledgers agree after 200 steps."""
     cases = {
@@ -181,9 +177,11 @@ def replayed() -> None:
         both = [learner_of(network, x, y, settings, fixed=fixed) for fixed in (True, False)]
         for step in range(4):
             batch = both[0].sampler.batch(7, step)
-            sums = [flat(one.measurer.gradient_sum(batch)[0]) for one in both]
-            found = [one.measurer.information(batch, torch.Generator("cuda").manual_seed(step)) for one in both]
-            pairs = {"sum": sums, "sum of the same pass": [flat(each.gradient_sum) for each in found]}
+            sums = [one.measurer.gradient_sum(batch)[0] for one in both]
+            draws = [torch.Generator("cuda").manual_seed(step) for _ in both]
+            same = [one.measurer.information_and_sum(batch, draw) for one, draw in zip(both, draws, strict=True)]
+            found = [each for each, _ in same]
+            pairs = {"sum": sums, "sum of the same pass": [total for _, total in same]}
             for field in ("norm", "across", "along", "clipped_norm", "trace"):
                 pairs[field] = [getattr(each, field) for each in found]
             for what, (a, b) in pairs.items():

@@ -88,8 +88,8 @@ def released(steps: int) -> dict[str, Any]:
     one = made("nothing but divergences", lr=0.0, callbacks=[seen], shards=None, noise_multiplier=0.7).fit(steps)
     sums = []
     for batch in (one.sampler.batch(one.run_seed, t) for t in range(steps)):
-        parts = one.measurer.gradient_sum(batch)[0] if len(batch) else one.params
-        sums.append(torch.cat([v.detach().flatten() * (len(batch) > 0) for v in parts.values()]).numpy())
+        nothing = torch.zeros(sum(p.numel() for p in one.params.values()))
+        sums.append((one.measurer.gradient_sum(batch)[0] if len(batch) else nothing).numpy())
     return {"released": seen.kept, "sums": sums, "drawn": len(one.drawn)}
 
 

@@ -252,6 +252,7 @@ def test_trained_embedding_reveals_its_rows() -> None:
     rows = []
     for token in range(6):
         problem = PrivateSGD(model, losses, (torch.full((RECORDS,), token), x), y, settings(), check=False)
-        found = problem.measurer.gradient_sum(torch.tensor([0]))[0]["words.weight"]
-        rows.append(torch.nonzero(found.abs().sum(1)).flatten().tolist())
+        found, params = problem.measurer.gradient_sum(torch.tensor([0]))[0], problem.params
+        own = dict(zip(params, found.split([p.numel() for p in params.values()]), strict=True))["words.weight"]
+        rows.append(torch.nonzero(own.reshape(params["words.weight"].shape).abs().sum(1)).flatten().tolist())
     assert rows == [[token] for token in range(6)]

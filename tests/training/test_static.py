@@ -15,11 +15,15 @@ from torch import Tensor, nn
 
 from learning import CLASSES, FEATURES, SameNoise, data, learner, network, same_state
 from reconbound.fisher.worlds import Replacement
-from reconbound.training import static
+from reconbound.training import noise, static
+from reconbound.training.feed import joined_measurements
 from reconbound.training.finite import FiniteChecks
 from reconbound.training.private_sgd import PrivateSGD, TrainingError
 from reconbound.training.sampling import FixedSize, Poisson, ShuffledEpochs, padded_sizes
+from reconbound.training.settings import Callback
 from reconbound.training.static import Rows, StaticWork, differ
+from reconbound.training.static_step import StaticStep
+from reconbound.training.step import Measured
 from reconbound.validate.model import ReconboundWarning
 
 STEPS = 13
@@ -127,7 +131,7 @@ def test_padding_adds_exactly_nothing() -> None:
         x[others] = x[others] * 0 + fill if fill else x[others]
         one = at_fixed_shapes(learner(network().double(), records=(x, y)), (8,))
         sums, norms = one.measurer.gradient_sum(records)
-        found.append((torch.cat([v.flatten() for v in sums.values()]), norms))
+        found.append((sums, norms))
         assert norms.shape == (3,)
     for total, norms in found[1:]:
         assert torch.equal(total, found[0][0])
@@ -257,9 +261,8 @@ def test_work_that_cannot_be_captured_is_computed_eagerly_and_says_so_once(monke
         warnings.simplefilter("error")
         again, _ = one.measurer.gradient_sum(records)
     expected, _ = learner(network().double(), records=wide(), rules=None).measurer.gradient_sum(records)
-    for name, value in expected.items():
-        assert torch.equal(sums[name], value)
-        assert torch.equal(again[name], value)
+    assert torch.equal(sums, expected)
+    assert torch.equal(again, expected)
 
 
 class Replaying:
@@ -318,6 +321,75 @@ def test_replays_into_shared_memory_give_the_eager_parameters_and_ledger(case: s
         torch.testing.assert_close(own, other, rtol=1e-9, atol=0, msg=world)
 
 
+@pytest.mark.parametrize("case", ["default budget", "every batch", "some steps", "worlds"])
+def test_a_ledger_that_is_fed_some_steps_later_is_the_same(case: str) -> None:
+    options: dict[str, Any] = {"records": wide(), **CASES[case]}
+    at_once, later, watched = (learner(network().double(), kind=SameNoise, **options) for _ in range(3))
+    looks: list[float] = []
+
+    class Look(Callback):
+        def on_step(self, one: PrivateSGD) -> None:
+            looks.append(float(one.accountant.state()["trace"].sum()))  # type: ignore[union-attr]
+
+    later.measurer.static = watched.measurer.static = StaticStep(later.measurer, ())  # without sizes: eager steps
+    watched.callbacks = (Look(),)
+    fed = [one.fit(STEPS).accountant for one in (at_once, later, watched)]
+    assert fed[0] is not None
+    assert (at_once._feed.steps, later._feed.steps) == (1, 32)  # type: ignore[union-attr]
+    for name, value in fed[0].state().items():
+        for other in fed[1:] if name != "fingerprints" else ():  # SameNoise gives runs none
+            assert other is not None
+            torch.testing.assert_close(other.state()[name], value, rtol=1e-12, atol=1e-15, msg=name)
+    assert looks[:-1] == sorted(looks[:-1])  # the last is an empty run
+    assert looks[STEPS // 2] > 0  # who looks sees what was measured until then
+
+
+def test_only_measurements_of_distinct_records_in_blocks_are_joined() -> None:
+    one = learner(network().double(), records=wide())
+    groups = [torch.tensor(own) for own in ([0, 1], [2, 5, 3], [1, 4], [6])]
+    found = [one.measurer.information(own, torch.Generator().manual_seed(1)) for own in groups]
+    parts = [Measured(own, each, 2.0, True) for own, each in zip(groups, found, strict=True)]
+    (joined,) = joined_measurements(parts[:2])
+    assert joined.records.tolist() == [0, 1, 2, 5, 3]
+    assert torch.equal(joined.found.across, torch.cat([found[0].across, found[1].across]))
+    assert joined.how == parts[0].how
+    assert joined_measurements(parts) == parts  # record 1 is there twice: of two blocks
+    apart = [*parts[:2], parts[2]._replace(weight=3.0), parts[3]._replace(weight=3.0, stratified=False)]
+    assert [one.records.tolist() for one in joined_measurements(apart)] == [[0, 1, 2, 5, 3], [1, 4], [6]]
+    drawn = [part._replace(stratified=False) for part in parts]
+    assert joined_measurements(drawn)[0].records.tolist() == [0, 1, 2, 5, 3, 1, 4, 6]
+
+
+def test_noise_of_a_graph_is_that_without_one(monkeypatch) -> None:
+    captured: list[Any] = []
+
+    class Graph:
+        def __init__(self, function: Any) -> None:
+            self.function, self.found = function, torch.full_like(function(), torch.nan)
+
+        def replay(self) -> None:
+            self.found.copy_(self.function())
+
+    def stands_in(function: Any, device: Any, pool: Any = None) -> tuple[Any, Tensor]:
+        captured.append(Graph(function))
+        return captured[-1], captured[-1].found
+
+    monkeypatch.setattr(noise, "capture", stands_in)
+    monkeypatch.setattr(noise, "draw_for", noise.draw_without_waiting)  # as on a GPU
+    drawn = noise.StaticNoise(torch.device("cpu"))
+    for step, total in enumerate([torch.randn(9), torch.randn(9), torch.randn(9), torch.randn(5), torch.randn(5)]):
+        before = total.clone()
+        assert torch.equal(drawn(total, 2**200, step), noise.draw_without_waiting(total, 2**200, step)), step
+        assert torch.equal(total, before)
+    assert len(captured) == 2  # one for each length
+    kept = drawn(total, 2**200, 7)
+    assert not torch.equal(drawn(total, 2**200, 8), kept)
+    captured[-1].replay = lambda: None  # a graph that does not follow
+    with pytest.warns(match="does not give the cipher's noise"):
+        found = [drawn(total, 2**200, step) for step in range(9, 14)]
+    assert torch.equal(found[-1], noise.draw_without_waiting(total, 2**200, 13))
+
+
 def test_a_model_that_moves_in_memory_is_computed_where_it_is() -> None:
     one = at_fixed_shapes(learner(network().double(), records=wide(), rules=None))
     work, records = one.measurer.static._sums, torch.arange(9)  # type: ignore[union-attr]
@@ -327,8 +399,7 @@ def test_a_model_that_moves_in_memory_is_computed_where_it_is() -> None:
         sums, _ = one.measurer.gradient_sum(records)
         assert work._moves == call
     own, _ = learner(one.model, records=wide(), rules=None).measurer.gradient_sum(records)
-    for name, value in own.items():
-        torch.testing.assert_close(sums[name], value, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(sums, own, rtol=1e-12, atol=1e-14)
     one.model.eval()
     with pytest.warns(ReconboundWarning, match="replaced again and again"):
         one.measurer.gradient_sum(records)

@@ -31,6 +31,7 @@ from reconbound.fisher.worlds import NO_WORLDS, World, check_worlds
 from reconbound.training import checkpoint as checkpoints
 from reconbound.training import noise as noises
 from reconbound.training import settings as given
+from reconbound.training.feed import Feed, make_ledger
 from reconbound.training.ranks import Ranks, TrainingError, on_cpu
 from reconbound.training.rows import DatasetRows
 from reconbound.training.sampling import (
@@ -44,8 +45,11 @@ from reconbound.training.sampling import (
 )
 from reconbound.training.settings import Callback, Fault, Settings, reset_parameters
 from reconbound.training.shards import PartOfStep, compute_shards, grid_of, make_shards
-from reconbound.training.step import Kept, LossFn, Measurer, StepWork, add_to_ledger, make_ledger
+from reconbound.training.step import Kept, LossFn, Measurer, StepWork
 from reconbound.validate.model import ReconboundWarning
+
+#: On a GPU: steps whose measurements are added to the ledger at once.
+_STEPS_AT_ONCE = 32
 
 
 class NoLedger(TrainingError, AttributeError):
@@ -158,11 +162,14 @@ class PrivateSGD:
         data, how = (self.inputs, self.targets), dict[str, Any](kept=kept, check=check)
         self.measurer = self.ranks.try_all(lambda: Measurer(model, loss_fn, data, settings, private, **how))
         self.features = self.measurer.features
+        self._static_noise: noises.StaticNoise | None = None
         if self.device.type == "cuda" and not isinstance(self.inputs, DatasetRows):
             self.sampler = with_gaps(self.sampler)
             if len(self.shards) == self.ranks.size == 1:
                 self.measurer.replay(padded_sizes(self.sampler))
+                self._static_noise = noises.StaticNoise(self.device)
         self._ledger: FisherAccountant | None = None
+        self._feed: Feed | None = None
         self.plans = Plans()
         self.history: list[dict[str, float]] = []
         self.kind, self.run, self.step, self.steps = "", 0, 0, 0
@@ -181,6 +188,8 @@ class PrivateSGD:
                 "this PrivateSGD has no ledger yet: call fit or repeat first. reconbound.guarantee says what the "
                 "mechanism guarantees before any training"
             )
+        if self._feed is not None:
+            self._feed.settle()
         return self._ledger
 
     def __repr__(self) -> str:
@@ -290,7 +299,7 @@ class PrivateSGD:
         numbers: Mapping[str, float] = {}
         with self._placed():
             if due or saving:
-                self.measurer.checks.settle()
+                self.measurer.settle()
             if self.callbacks or (self.evaluate is not None and due):
                 numbers = self.ranks.try_all(lambda: given.observe(self, evaluating=due and not known))
         if numbers and not known:
@@ -315,11 +324,13 @@ class PrivateSGD:
             self.schedule.step()
         with self._placed():
             self.measurer.check_parameters()
-        if self.accountant is not None:
-            add_to_ledger(self.accountant, batch, work)
-            self.accountant.keep_step(self.step + 1)
+        if self._ledger is not None and self._feed is not None:
+            self._feed.add(batch, work)
+            if self.step + 1 in (self.steps, *self.whole_at):
+                self._feed.settle()
+            self._ledger.keep_step(self.step + 1)
             if self.step + 1 == self.steps:
-                self.accountant.finish_run()
+                self._ledger.finish_run()
         self.step += 1
         self._midway = False
 
@@ -339,14 +350,15 @@ class PrivateSGD:
         batch = self.sampler.batch(*now) if shard.span is None else self.sampler.batch(*now, shard.span)
         with self._placed():
             self.measurer.checks.step = self.step
-            work = self.measurer.compute_step(batch, *now, self.accountant, self.plans, shard)
+            work = self.measurer.compute_step(batch, *now, self._ledger, self.plans, shard)
             if shard.count > 1 or self.ranks.size > 1:
                 self.measurer.checks.settle()  # whole numbers are never NaN, and other ranks do not wait
             return batch, work
 
     def _noise(self, total: Tensor) -> Tensor:
         """Returns standard normal numbers for this sum: equal only for the same bits, at this step of this release."""
-        return noises.draw_for(total, self.run_seed, self.step)
+        draw = noises.draw_for if self._static_noise is None else self._static_noise
+        return draw(total, self.run_seed, self.step)
 
     # --- errors --------------------------------------------------------------------------
 
@@ -424,6 +436,8 @@ class PrivateSGD:
             options |= {"feature_scale": self.feature_scale, "keep_runs_at": self.whole_at}
             options["worlds"] = None if self.worlds is None else tuple(self.worlds)
             self._ledger = make_ledger(account, self.measurer, options)
+            alone = self.measurer.static is None or self.measurer.kept.diagonal or self.spectral
+            self._feed = Feed(self._ledger, 1 if alone else _STEPS_AT_ONCE)
             self.plans = make_plans(self.settings, self.sampler, self.steps, self.whole_at, len(self.worlds or ()))
 
     def _restart(self) -> None:
@@ -464,9 +478,10 @@ class PrivateSGD:
         self.first_parameters = released
         self._restart()
         checkpoints.restore_optimizer(self.optimizer, self.schedule, facts["state"], tensors)
-        if self.accountant is not None:
-            self.accountant.restore(under("ledger/"), facts["runs"], copy=False)
-            self.accountant.caveats = tuple(dict.fromkeys((*self.accountant.caveats, *facts["caveats"])))
+        if self._ledger is not None and self._feed is not None:
+            self._feed.drop()
+            self._ledger.restore(under("ledger/"), facts["runs"], copy=False)
+            self._ledger.caveats = tuple(dict.fromkeys((*self._ledger.caveats, *facts["caveats"])))
         self.shards = make_shards(self.records, facts.get("shards", 1))
         self.seed, self.run_seed, self.run, self.step = place.values()
         self.history[:] = facts["history"]

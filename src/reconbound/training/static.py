@@ -52,7 +52,8 @@ class Rows:
 
     def __init__(self, data: tuple[Any, Any], size: int, device: torch.device) -> None:
         self.size, self.device = size, device
-        self.index = torch.zeros(size, dtype=torch.int64, device=device)
+        self._sent = torch.zeros(size + 1, dtype=torch.int64, device=device)  # the records, and their number
+        self.index, self._count = self._sent[:size], self._sent[size]
         self.mask = torch.zeros(size, device=device)
         self._places = torch.arange(size, device=device)
 
@@ -60,25 +61,36 @@ class Rows:
             return torch.zeros(size, *leaf.shape[1:], dtype=leaf.dtype, device=device)
 
         self.inputs, self.targets = tree_map_only(Tensor, buffer, data)
-        self._sources = _tensors(data)
-        self._buffers = _tensors((self.inputs, self.targets))
+        pairs = [(s.detach(), b) for s, b in zip(_tensors(data), _tensors((self.inputs, self.targets)), strict=True)]
+        self._near = [pair for pair in pairs if pair[0].device == device]
+        self._far = [pair for pair in pairs if pair[0].device != device]
         self.more: dict[str, list[Any]] = {}
 
-    def fill(self, records: Tensor) -> None:
-        """Copies the rows of these records, at least one and at most `size`, into the buffers.
+    def send(self, records: Tensor) -> None:
+        """Sends the indices of these records, at least one and at most `size`, and rows that are not on the device.
 
         Args:
             records: their indices, in main memory.
         """
-        padded = records[:1].repeat(self.size)
-        padded[: len(records)] = records
-        self.index.copy_(send(padded, self.device))
-        torch.lt(self._places, len(records), out=self.mask)
-        for source, buffer in zip(self._sources, self._buffers, strict=True):
-            if source.device == self.device:
-                torch.index_select(source.detach(), 0, self.index, out=buffer)
-            else:
-                buffer.copy_(send(source.detach().index_select(0, padded.to(source.device)), self.device))
+        n = len(records)
+        sent = torch.empty(self.size + 1, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        sent[:n] = records
+        sent[n:] = records[0]
+        sent[self.size] = n
+        self._sent.copy_(sent, non_blocking=True)
+        for source, buffer in self._far:
+            buffer.copy_(send(source.index_select(0, sent[: self.size].to(source.device)), self.device))
+
+    def gather(self) -> None:
+        """Copies the rows of the records that were sent; all of it can be in a CUDA graph."""
+        torch.lt(self._places, self._count, out=self.mask)
+        for source, buffer in self._near:
+            torch.index_select(source, 0, self.index, out=buffer)
+
+    def fill(self, records: Tensor) -> None:
+        """Copies the rows of these records into the buffers."""
+        self.send(records)
+        self.gather()
 
 
 class Near:
@@ -127,7 +139,7 @@ class StaticWork:
         data: as in Rows.
         sizes: ascending.
         function: rows → tensors by name, of which "total" and "norm" are compared. It must not wait for the device.
-        prepare: called with the rows before each call, for what a graph must not contain.
+        prepare: called with the rows before each call, for what a graph must not contain; None for nothing.
     """
 
     def __init__(
@@ -137,11 +149,11 @@ class StaticWork:
         sizes: Sequence[int],
         function: Callable[[Rows], Found],
         *,
-        prepare: Callable[[Rows], None] = lambda rows: None,
+        prepare: Callable[[Rows], None] | None = None,
     ) -> None:
         self.model, self.data, self.sizes = model, data, tuple(sizes)
         self.function, self.prepare = function, prepare
-        self.device = next(model.parameters()).device
+        self.device, self._leaves = next(model.parameters()).device, _tensors(data)
         self.graphs = self.device.type == "cuda"
         self.eager = False  # from now on
         self._calls, self._moves = 0, 0
@@ -166,9 +178,8 @@ class StaticWork:
                 return found
             check_next_batch(self.model)  # of which a graph repeats nothing
             alone = Rows(self.data, len(records), self.device)
-            alone.fill(records)
-            self.prepare(alone)
-            if not differ(found, self.function(alone)):
+            self._fill(alone, records)
+            if not differ(found, self._computed(alone)):
                 return found
             why = "depends on more than its records and parameters, which a CUDA graph cannot follow"
         except (RuntimeError, ValueError) as reason:  # the eager computation raises the function's own again
@@ -187,20 +198,29 @@ class StaticWork:
         """Returns the tensors, and whether this size is computed for the first time."""
         new = size not in self._recorded
         rows, graph, found = (Rows(self.data, size, self.device), None, {}) if new else self._recorded[size]
-        rows.fill(records)
-        self.prepare(rows)
+        self._fill(rows, records)
         if self.graphs:
             if graph is None:
                 buffers = [buffer.clone() for buffer in self.model.buffers()]
-                graph, found = capture(lambda: self.function(rows), self.device, self.pool)
+                graph, found = capture(lambda: self._computed(rows), self.device, self.pool)
                 for buffer, before in zip(self.model.buffers(), buffers, strict=True):
                     buffer.copy_(before)
             graph.replay()
         else:
-            found = self.function(rows)
+            found = self._computed(rows)
         self._recorded[size] = rows, graph, found
-        copies = {k: (v if k in WHOLE else v[: len(records)]).detach().clone() for k, v in found.items()}
-        return copies, new
+        return _copied(found, len(records)), new
+
+    def _fill(self, rows: Rows, records: Tensor) -> None:
+        rows.send(records)
+        if self.prepare is not None:
+            rows.gather()
+            self.prepare(rows)
+
+    def _computed(self, rows: Rows) -> Found:
+        if self.prepare is None:  # the same graph copies the rows
+            rows.gather()
+        return self.function(rows)
 
     def _forget_if_moved(self) -> None:
         """Drops graphs that would read memory that is no longer the model's, or a model in another mode."""
@@ -210,6 +230,7 @@ class StaticWork:
         for module in self.model.modules():
             tensors = (*module._parameters.values(), *module._buffers.values())
             place += [module.training, *((t.data_ptr(), t.requires_grad) for t in tensors if t is not None)]
+        place += [leaf.data_ptr() for leaf in self._leaves]
         if place != self._place:
             self._moves += bool(self._place)
             self._place, self._recorded, self.pool = place, {}, new_pool(self.device)
@@ -222,6 +243,19 @@ class StaticWork:
             torch.cuda.empty_cache()  # of the memory of graphs, which nothing else may use
         what = f"the work of a step of this {type(self.model).__name__} {why}"
         warn_user(f"{what}: it is computed eagerly, with the same results, more slowly", ReconboundWarning)
+
+
+def _copied(found: Found, records: int) -> Found:
+    """Returns copies of a function's tensors, without the rows of padding. Numbers of one kind are copied at once."""
+    own, alike = dict[str, Tensor](), dict[torch.dtype, list[str]]()
+    for name, value in found.items():
+        if name in WHOLE or value.dim() != 1:
+            own[name] = (value if name in WHOLE else value[:records]).detach().clone()
+        else:
+            alike.setdefault(value.dtype, []).append(name)
+    for names in alike.values():
+        own |= zip(names, torch.stack([found[name][:records].detach() for name in names]).unbind(), strict=True)
+    return own
 
 
 def differ(found: Found, other: Found) -> bool:

@@ -5,10 +5,10 @@ What a CUDA graph must not contain is done outside: probes are drawn, and other 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,13 @@ if TYPE_CHECKING:
     from reconbound.training.step import Measurer
 
 
+class Summed(NamedTuple):
+    """A clipped sum, flat, and whether it and what was computed with it are finite; None: not known."""
+
+    total: Tensor
+    finite: Tensor | None = None
+
+
 class StaticStep:
     """Computes what a Measurer does, at fixed shapes. Every method returns None where it is to be computed eagerly.
 
@@ -36,7 +43,6 @@ class StaticStep:
 
     def __init__(self, measurer: Measurer, sizes: Sequence[int]) -> None:
         self.measurer = m = measurer
-        self.widths = {name: p.numel() for name, p in m.params.items()}
         self._templates: dict[str, Any] = {}  # what is not a tensor in results
         self._probes: list[Any] = []
         self._near = Near((m.inputs, m.targets), m.device)
@@ -48,8 +54,8 @@ class StaticStep:
         if m.worlds:
             self._apart = StaticWork(*about, self._distances, prepare=self._change)
 
-    def gradient_sum(self, records: Tensor) -> tuple[ClippedSum, Tensor] | None:
-        """Returns the clipped sum of these records, and whether its numbers are finite.
+    def gradient_sum(self, records: Tensor) -> tuple[ClippedSum, Summed] | None:
+        """Returns what the clipped sum of these records says of each, and the sum.
 
         Args:
             records: their indices, in main memory.
@@ -59,10 +65,10 @@ class StaticStep:
         if found is None:
             return None
         parts = (found["loss"], found["norm"], found["factor"])
-        return ClippedSum(*parts, gradient_sum=self._split(found["total"])), found["finite"]
+        return ClippedSum(*parts, gradient_sum={}), Summed(found["total"], found["finite"])
 
-    def information(self, records: Tensor, generator: torch.Generator) -> tuple[StepInformation, Tensor] | None:
-        """Returns the information about these records, and whether its numbers are finite.
+    def information(self, records: Tensor, generator: torch.Generator) -> tuple[StepInformation, Summed] | None:
+        """Returns the information about these records, and their clipped sum.
 
         Args:
             records: their indices, in main memory.
@@ -77,8 +83,8 @@ class StaticStep:
         if found is None:
             generator.set_state(before)
             return None
-        finite, total = found.pop("finite"), found.pop("total")
-        return replace(self._templates["information"], mask=None, gradient_sum=self._split(total), **found), finite
+        summed = Summed(found.pop("total"), found.pop("finite"))
+        return replace(self._templates["information"], mask=None, **found), summed
 
     def distances(self, records: Tensor) -> tuple[StepDistances, Tensor] | None:
         """Returns the distances of these records to the replaced worlds, and whether their numbers are finite.
@@ -103,9 +109,9 @@ class StaticStep:
 
     def _gradient_sum(self, rows: Rows) -> Found:
         clipped = self.measurer.clipped(rows.inputs, rows.targets, mask=rows.mask, method=self._method(0))
-        finite = all_finite(clipped.loss, clipped.norm, *clipped.gradient_sum.values())
-        own = {"loss": clipped.loss, "norm": clipped.norm, "factor": clipped.factor}
-        return {**own, "total": self._joined(clipped.gradient_sum), "finite": finite}
+        total = self.measurer.joined(clipped.gradient_sum)
+        own = {"loss": clipped.loss, "norm": clipped.norm, "factor": clipped.factor, "total": total}
+        return {**own, "finite": all_finite(clipped.loss, clipped.norm, total)}
 
     def _information(self, rows: Rows) -> Found:
         m, inputs = self.measurer, isinstance(self._probes[0], Tensor)
@@ -115,8 +121,8 @@ class StaticStep:
         self._templates["information"] = replace(found, gradient_sum={})
         values = {f.name: getattr(found, f.name) for f in fields(found) if f.name != "mask"}
         own = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-        finite = all_finite(found.loss, found.norm, found.trace, *found.gradient_sum.values())
-        return {**own, "total": self._joined(found.gradient_sum), "finite": finite}
+        total = m.joined(found.gradient_sum)
+        return {**own, "total": total, "finite": all_finite(found.loss, found.norm, found.trace, total)}
 
     def _distances(self, rows: Rows) -> Found:
         m = self.measurer
@@ -131,14 +137,6 @@ class StaticStep:
     def _method(self, k: int) -> Any:
         """Returns "layers" for "auto": a batch that they do not cover must not be captured in another way."""
         return "layers" if self.measurer.methods[k] == "auto" else self.measurer.methods[k]
-
-    def _joined(self, sums: Mapping[str, Tensor]) -> Tensor:
-        return torch.cat([sums[name].flatten() for name in self.widths])
-
-    def _split(self, total: Tensor) -> dict[str, Tensor]:
-        pieces = total.split(list(self.widths.values()))
-        shapes = (p.shape for p in self.measurer.params.values())
-        return {name: one.reshape(s) for name, one, s in zip(self.widths, pieces, shapes, strict=True)}
 
     # --- what graphs must not contain ------------------------------------------------------------
 

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -24,22 +23,22 @@ from reconbound._internal.opacus_hooks import is_wrapper
 from reconbound._internal.rng import derive, random_states_kept, seeded, torch_stream
 from reconbound.accounting.accountant import FisherAccountant
 from reconbound.accounting.measurement_plan import Blocks, Plans, Segments, batch_weight
-from reconbound.accounting.spec import Account
 from reconbound.data.dataset import describe_copies, find_copies
 from reconbound.fisher import Private, StepInformation
 from reconbound.fisher.sums import ClippedSum, methods_that_pass
-from reconbound.fisher.worlds import REMOVED, StepDistances, World, step_distances
+from reconbound.fisher.worlds import StepDistances, World, step_distances
 from reconbound.training.finite import STEPS, FiniteChecks, all_finite
 from reconbound.training.rows import DatasetRows
 from reconbound.training.sampling import WHOLE, Shard, within
 from reconbound.training.settings import Fault, Settings, record_count
-from reconbound.training.static_step import StaticStep
+from reconbound.training.static_step import StaticStep, Summed
 from reconbound.validate import ModelError, check_batch, check_clipping
 from reconbound.validate.model import known_caveats
 from reconbound.validate.private import Problem, as_private, feature_mask, private_part, uncovered_caveats
 
 LossFn = Callable[[Any, Any], Tensor]
 Found = TypeVar("Found", StepInformation, StepDistances)
+Summing = TypeVar("Summing", StepInformation, ClippedSum)
 
 
 class Measured(NamedTuple, Generic[Found]):
@@ -195,20 +194,28 @@ class Measurer:
         some = torch.linspace(0, last, min(8, last + 1)).long().clamp(max=last)  # above 2²⁴ floats round up too
         return record_losses(self.model, self.loss_fn, *self.rows(some))
 
-    def gradient_sum(self, indices: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Computes Σ c g over these records, by parameter name, and their clipped norms."""
+    def gradient_sum(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Computes Σ c g over these records, flat, in the order of `params`, and their clipped norms."""
         with self._explained(indices):
-            found = None if self.static is None else self.static.gradient_sum(indices)
-            clipped, finite = found or (self.clipped(*self.rows(indices)), None)
-        self._check_finite(finite, indices, (clipped.loss, clipped.norm), clipped.gradient_sum)
-        return clipped.gradient_sum, clipped.factor * clipped.norm
+            static = None if self.static is None else self.static.gradient_sum(indices)
+            clipped, summed = static or self._with_sum(self.clipped(*self.rows(indices)))
+        self._check_finite(summed, indices, (clipped.loss, clipped.norm))
+        return summed.total, clipped.factor * clipped.norm
+
+    def joined(self, sums: Mapping[str, Tensor]) -> Tensor:
+        """Returns sums of gradients as one vector, in the order of `params`."""
+        return torch.cat([sums[name].flatten() for name in self.params])
+
+    def _with_sum(self, found: Summing) -> tuple[Summing, Summed]:
+        return found, Summed(self.joined(found.gradient_sum))
 
     def distances(self, indices: Tensor) -> StepDistances:
         """Measures how far the clipped gradients of these records are from those in the replaced worlds."""
         with self._explained(indices):
             static = None if self.static is None else self.static.distances(indices)
             found, finite = static or (self.apart(*self.rows(indices), self.worlds), None)
-        self._check_finite(finite, indices, (found.loss, found.clipped_norm, *found.other_norm.values()))
+        none = Summed(found.loss[:0], finite)
+        self._check_finite(none, indices, (found.loss, found.clipped_norm, *found.other_norm.values()))
         return found
 
     def information(self, indices: Tensor, generator: torch.Generator) -> StepInformation:
@@ -218,15 +225,24 @@ class Measurer:
             indices: the records.
             generator: draws the probes.
         """
+        return self.information_and_sum(indices, generator)[0]
+
+    def information_and_sum(self, indices: Tensor, generator: torch.Generator) -> tuple[StepInformation, Tensor]:
+        """Measures what a step would reveal about each of these records; the same pass gives their clipped sum, flat.
+
+        Args:
+            indices: the records.
+            generator: draws the probes.
+        """
         probes = fisher.ProbeOptions(count=self.settings.probes, error="bound", generator=generator)
         with self._explained(indices):
             static = None if self.static is None else self.static.information(indices, generator)
-            found, finite = static or (self.informed(*self.rows(indices), probes), None)
-        self._check_finite(finite, indices, (found.loss, found.norm, found.trace), found.gradient_sum)
+            found, summed = static or self._with_sum(self.informed(*self.rows(indices), probes))
+        self._check_finite(summed, indices, (found.loss, found.norm, found.trace))
         if self._columns is None or found.diagonal_across is None or found.diagonal_along is None:
-            return found
+            return found, summed.total
         across, along = (d.flatten(1)[:, self._columns] for d in (found.diagonal_across, found.diagonal_along))
-        return replace(found, diagonal_across=across, diagonal_along=along)
+        return replace(found, diagonal_across=across, diagonal_along=along), summed.total
 
     # --- of given rows, which nothing is asked about ---------------------------------------------
 
@@ -299,18 +315,30 @@ class Measurer:
             elif weight is not None and len(batch):
                 work.distances.append(Measured(batch, self.distances(batch), weight, False))
         if len(batch) == 0:
-            sums = {name: torch.zeros_like(p) for name, p in self.params.items()}
+            work.total = self.joined({name: torch.zeros_like(p) for name, p in self.params.items()})
         elif weight is None or not informed:
-            sums, work.clipped_norm = self.gradient_sum(batch)
+            work.total, work.clipped_norm = self.gradient_sum(batch)
         else:  # the same pass gives the sum
-            found = self.information(batch, probe("probe 0"))
+            found, work.total = self.information_and_sum(batch, probe("probe 0"))
             work.information.append(Measured(batch, found, weight, False))
-            sums, work.clipped_norm = found.gradient_sum, found.clipped_norm
-        work.total = torch.cat([sums[name].flatten() for name in self.params])
+            work.clipped_norm = found.clipped_norm
         return work
 
-    def check_parameters(self) -> None:
-        """Checks that the parameters are finite after a step."""
+    def settle(self) -> None:
+        """Looks at all results that are pending, and at the parameters."""
+        self.check_parameters(now=True)
+        self.checks.settle()
+
+    def check_parameters(self, *, now: bool = False) -> None:
+        """Checks that the parameters are finite after a step: where results are looked at later, not at every one.
+
+        Parameters that are not finite do not become finite again, and the next step's losses show them as well.
+
+        Args:
+            now: at this one.
+        """
+        if not (now or self.checks.is_due):
+            return
 
         def explain() -> Fault:
             bad = [name for name, p in self.params.items() if not bool(torch.isfinite(p.detach()).all())]
@@ -335,20 +363,13 @@ class Measurer:
             for name, b in self.model.named_buffers():
                 b.copy_(buffers[name])
 
-    def _check_finite(
-        self,
-        finite: Tensor | None,
-        indices: Tensor,
-        values: tuple[Tensor, ...],
-        sums: Mapping[str, Tensor] = MappingProxyType({}),
-    ) -> None:
-        """Checks that losses, gradient norms and what else there is of these records are finite, and sums.
+    def _check_finite(self, summed: Summed, indices: Tensor, values: tuple[Tensor, ...]) -> None:
+        """Checks that losses, gradient norms and what else there is of these records are finite, and their sum.
 
         Args:
-            finite: whether they are, where that is known; otherwise None.
+            summed: the sum, and whether all is finite, where that is known.
             indices: the records.
             values: with one number per record.
-            sums: by parameter name.
         """
 
         def explain() -> Fault:
@@ -360,7 +381,7 @@ class Measurer:
                     return Fault(f"record {record} has {what} {value} (the largest parameter is {large:.3g})")
             return Fault("the clipped gradient sum is not finite: the model has exploded; lower lr")
 
-        self.checks.add(all_finite(*values, *sums.values()) if finite is None else finite, explain)
+        self.checks.add(all_finite(*values, summed.total) if summed.finite is None else summed.finite, explain)
 
     @contextmanager
     def _explained(self, indices: Tensor) -> Iterator[None]:
@@ -399,47 +420,12 @@ def largest_parameter(params: Mapping[str, Tensor]) -> Tensor:
     return torch.stack([norm.double() for norm in norms]).max()
 
 
-def add_to_ledger(ledger: FisherAccountant, batch: Tensor, work: StepWork) -> None:
-    """Adds a step to the ledger of its training.
-
-    Args:
-        ledger: of the training.
-        batch: the records that took part.
-        work: what was computed.
-    """
-    for one in work.information:
-        ledger.add(one.records, one.found, **one.how)
-    if work.followed is not None:
-        ledger.follow(work.followed)
-    for each in work.distances:
-        ledger.add_distances(each.records, each.found, **each.how)
-    if REMOVED in ledger.divergences.worlds and len(batch):
-        ledger.divergences.add_norms(batch, work.clipped_norm, 1.0)
-
-
 def _turns(plan: Blocks | Segments, seed: int, step: int, shard: Shard) -> Iterator[tuple[int, Tensor]]:
     """Yields the number of each group that is measured at a step, from 1, and those of its records in the shard."""
     for k, group in enumerate(plan.at(seed, step), 1):
         own = within(group, shard.span)
         if len(own):
             yield k, own
-
-
-def make_ledger(account: Account, measurer: Measurer, options: Mapping[str, Any]) -> FisherAccountant:
-    """Returns an empty ledger for what a measurer measures beside the norms of all batches.
-
-    Args:
-        account: of the training.
-        measurer: of its model.
-        options: of FisherAccountant.
-    """
-    ledger = FisherAccountant(account, **options)
-    ledger.divergences.from_batches = True
-    ledger.caveats = measurer.caveats
-    ledger.needs_range = as_private(measurer.private).part == "module"
-    # within a shuffled epoch the parameters depend on whether a record was seen: only batches can be measured
-    ledger.features.followed = ledger.diagonal == "chosen" and account.sampler != "shuffle"
-    return ledger
 
 
 @contextmanager

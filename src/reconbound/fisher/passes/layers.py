@@ -127,7 +127,7 @@ class ConvRule:
         return _FORWARD[len(self.kernel)](a, weight, None, self.stride, self.padding, self.dilation, self.groups)
 
     def transpose(self, delta: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
-        if self._goes_by_shifts and not delta.is_cuda:
+        if self._goes_by_shifts and not _has_tensor_cores(delta):
             return convolutions.by_shifts(delta, weight, shape, self.stride[0], self.padding)
         if weight.shape[1] <= _FEW_CHANNELS and not delta.is_cuda:
             matrices = weight.reshape(self.groups, weight.shape[0] // self.groups, -1).transpose(1, 2)
@@ -262,3 +262,8 @@ class CopyRule(LinearRule):
 
 
 Rule = LinearRule | ConvRule
+
+
+def _has_tensor_cores(values: Tensor) -> bool:
+    """Returns whether cuDNN's transposed convolution of these numbers runs on tensor cores, where it is fast."""
+    return values.is_cuda and (values.dtype != torch.float32 or torch.backends.cudnn.allow_tf32)

@@ -1,0 +1,104 @@
+"""The ledger of a training: how it is made, and how it is fed with what steps measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from itertools import groupby
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from reconbound.accounting.accountant import FisherAccountant
+from reconbound.accounting.spec import Account
+from reconbound.fisher import StepInformation
+from reconbound.fisher.worlds import REMOVED
+from reconbound.training.step import Measured, Measurer, StepWork
+from reconbound.validate.private import as_private
+
+
+def make_ledger(account: Account, measurer: Measurer, options: Mapping[str, Any]) -> FisherAccountant:
+    """Returns an empty ledger for what a measurer measures beside the norms of all batches.
+
+    Args:
+        account: of the training.
+        measurer: of its model.
+        options: of FisherAccountant.
+    """
+    ledger = FisherAccountant(account, **options)
+    ledger.divergences.from_batches = True
+    ledger.caveats = measurer.caveats
+    ledger.needs_range = as_private(measurer.private).part == "module"
+    # within a shuffled epoch the parameters depend on whether a record was seen: only batches can be measured
+    ledger.features.followed = ledger.diagonal == "chosen" and account.sampler != "shuffle"
+    return ledger
+
+
+class Feed:
+    """Gives a ledger what steps measured: some steps at once on a GPU, where a long addition takes as long as a short.
+
+    Args:
+        ledger: of a training.
+        steps: the number of steps that are added at once.
+    """
+
+    def __init__(self, ledger: FisherAccountant, steps: int) -> None:
+        self.ledger, self.steps = ledger, steps
+        self._pending: list[tuple[Tensor, StepWork]] = []
+
+    def add(self, batch: Tensor, work: StepWork) -> None:
+        """Adds a step.
+
+        Args:
+            batch: the records that took part.
+            work: what was computed.
+        """
+        information = [one._replace(found=replace(one.found, gradient_sum={})) for one in work.information]
+        self._pending.append((batch, replace(work, total=work.total[:0], information=information)))
+        if len(self._pending) >= self.steps:
+            self.settle()
+
+    def settle(self) -> None:
+        """Adds all that is pending."""
+        ledger, pending = self.ledger, self.drop()
+        for one in joined_measurements([one for _, work in pending for one in work.information]):
+            ledger.add(one.records, one.found, **one.how)
+        for batch, work in pending:
+            if work.followed is not None:
+                ledger.follow(work.followed)
+            for each in work.distances:
+                ledger.add_distances(each.records, each.found, **each.how)
+            if REMOVED in ledger.divergences.worlds and len(batch):
+                ledger.divergences.add_norms(batch, work.clipped_norm, 1.0)
+
+    def drop(self) -> list[tuple[Tensor, StepWork]]:
+        """Forgets what is pending, and returns it."""
+        found, self._pending = self._pending, []
+        return found
+
+
+def joined_measurements(parts: Sequence[Measured[StepInformation]]) -> list[Measured[StepInformation]]:
+    """Returns successive measurements as fewer, longer ones: of the same weight, and of a block of distinct records.
+
+    Args:
+        parts: measurements without diagonals and spectral norms are joined.
+    """
+    found: list[Measured[StepInformation]] = []
+    for (weight, stratified, _), some in groupby(parts, key=attrgetter("weight", "stratified", "found.caveats")):
+        group = list(some)
+        records = torch.cat([one.records for one in group])
+        more = group[0].found.diagonal_across is not None or group[0].found.spectral is not None
+        if len(group) == 1 or more or (stratified and len(records.unique()) < len(records)):
+            found += group
+        else:
+            found.append(Measured(records, _joined_information([one.found for one in group]), weight, stratified))
+    return found
+
+
+def _joined_information(parts: Sequence[StepInformation]) -> StepInformation:
+    """Returns the information about the records of several parts; facts about the mechanism are those of the first."""
+    values = {f.name: [getattr(part, f.name) for part in parts] for f in fields(StepInformation)}
+    whole: Any = {name: torch.cat(each) for name, each in values.items() if isinstance(each[0], Tensor)}
+    return replace(parts[0], **whole)
