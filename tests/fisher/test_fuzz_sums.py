@@ -56,6 +56,12 @@ def test_draws_in_which_large_runs_found_a_violation(seed: int) -> None:
     assert not [*fuzz_checks.check_draw(make_draw(seed), fuzz_checks.Tally())]
 
 
+@pytest.mark.parametrize("seed", [1700932])
+def test_draws_with_parameters_of_their_own_in_which_large_runs_found_a_violation(seed: int) -> None:
+    """1700932: alone in its micro-batch a record was rounded otherwise, because its input was contiguous only there."""
+    assert not [*fuzz_checks.check_draw(make_draw(seed, parameters=True), fuzz_checks.Tally())]
+
+
 def test_a_norm_that_is_too_large_gives_no_less_information() -> None:
     """What counts as across g in place of along it is made up for by the factors at the larger norm."""
     for q in (1e-4, 0.01, 0.3, 0.9):

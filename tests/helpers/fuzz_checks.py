@@ -103,8 +103,11 @@ def _check_sums(draw: Draw, tally: Tally) -> Iterator[str]:
         moved = size({k: v.double() - others.gradient_sum[k].double() for k, v in whole.gradient_sum.items()})
         tally.counts["removals"] += 1
         allowed = bound * (1 + 1e-3) + 4 * unit * sum(sizes)
-        if not moved <= allowed and not moved <= allowed + _rounding_of_others(draw, i):
-            yield f"without record {i} the sum moves by {moved / bound:.6g} of what it may"
+        if not moved <= allowed:
+            if moved <= allowed + _rounding_of_others(draw, i):
+                tally.counts["removals that autograd's rounding of the others excuses"] += 1
+            else:
+                yield f"without record {i} the sum moves by {moved / bound:.6g} of what it may"
     if draw.dtype == torch.float64:
         yield from _check_autograd(draw, tally)
 

@@ -84,7 +84,9 @@ def clipped_gradient_sum(
         options: micro-batches, padding, method and checks.
 
     Guarantee: adding or removing one record moves the sum by at most sensitivity(clip) · max_grad_norm.
-        - With method="generic" or "mixed": for every model, because each record is run by itself.
+        - With method="generic" or "mixed": for every model, because each record is run by itself. A model that uses
+          what it kept of earlier records is refused. Functions with a rule of their own for torch.func.vmap are trusted
+          to keep records apart, and a model must not count its calls.
         - With method="layers": for a model that treats records alone in every batch. That is checked in the first
           batch, in those after 1, 2, 4, 8, ... batches, and in any larger one; a model that mixes records only in other
           batches is not found there.

@@ -107,7 +107,7 @@ class Recorder(TwiceDifferentiable):
         if func in _REPLACED:
             with self:
                 result = _REPLACED[func](func, *args, **kwargs)
-        elif func in _KNOWN and torch.is_grad_enabled():
+        elif func in _KNOWN and (torch.is_grad_enabled() or func is F.linear):
             result = self._by_row(func, *args, **kwargs) if self.mapped else _KNOWN[func](self, *args, **kwargs)
         return func(*args, **kwargs) if result is None else result
 
@@ -174,10 +174,20 @@ _mapped: Callable[..., Tensor] = _Mapped.apply
 
 
 def _linear(rec: Recorder, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    if (rec.name(weight) is None and rec.name(bias) is None) or input.dim() < 2 or weight.dim() != 2:
+    """Runs a linear layer so that a record's output is rounded in the same way beside any number of others.
+
+    PyTorch adds the bias within the product, rounded once, if an input with places is contiguous, and otherwise after
+    it, rounded twice. A slice such as x[:, 1:] is contiguous only where it has one record.
+    """
+    if input.dim() < 2 or weight.dim() != 2:
         return None
-    output = F.linear(input, rec.constant(weight), rec.constant(bias))
-    return rec.add(LinearRule(), input, output, weight, bias)
+    constants = rec.constant(weight), rec.constant(bias)
+    a = input.contiguous()
+    recorded = rec.name(weight) is not None or rec.name(bias) is not None
+    if not recorded and any(t is not None and t.requires_grad for t in constants):
+        return None  # computed from others
+    output = F.linear(a, *constants)
+    return rec.add(LinearRule(), a, output, weight, bias) if recorded and torch.is_grad_enabled() else output
 
 
 def _conv(rank: int) -> Callable[..., Tensor | None]:
