@@ -116,8 +116,29 @@ def test_values_kept_from_earlier_records_are_refused(kept: str, method: Any) ->
         return (out * before).sum(1) * targets
 
     x, y = torch.randn(8, WIDTH), torch.linspace(-1, 3, 8)
-    with pytest.raises(ModelError, match="kept from an earlier call|may have escaped"):
+    with pytest.raises(ModelError, match=r"kept from an earlier call|may have escaped|\(2,\) for 1 records"):
         sum_clipped(Keeping(), loss, x, y, max_grad_norm=0.05, micro_batch=2, method=method)
+
+
+@pytest.mark.parametrize("method", ["auto", "mixed", "generic"])
+def test_values_kept_from_another_run_in_the_call_are_refused(method: Any) -> None:
+    """Layer rules ran the whole batch, refused it, and left its mean behind; the generic way's check left a record."""
+
+    class Averaged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+            self.before = torch.ones(WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layer(x)
+            x, self.before = x * self.before, 5 * x.detach().mean(0)
+            out: Tensor = self.last(x)
+            return out
+
+    torch.manual_seed(0)
+    with pytest.raises(ModelError, match=r"kept from an earlier call|may have escaped"):
+        sum_clipped(Averaged(), total, torch.randn(8, WIDTH), torch.ones(8), max_grad_norm=0.05, method=method)
 
 
 def test_values_may_be_kept_to_look_at() -> None:

@@ -28,10 +28,15 @@ class GenericPass:
         self.params = {name: p.detach() for name, p in trainable(problem).items()}
         self.dtype = wide_dtype(*self.params.values())
         self.public = (inputs, targets)
-        self._check_dependence()
+        refused = fused_recurrence(problem.model)
+        if refused is not None:
+            raise ValueError(
+                f"torch.func cannot take {refused} record by record: write the recurrence with nn.Linear layers"
+            )
         if check:
             self._check_private()
         self.gradients, self.losses = self._each(self._gradient, self.z)
+        self._check_dependence()  # after it: what the model has kept of that run is refused where it is used
 
     def norms(self) -> Tensor:
         above = torch.stack([squares_above(_rows(g).to(self.dtype)) for g in self.gradients.values()]).sum(0)
@@ -80,12 +85,7 @@ class GenericPass:
         }
 
     def _check_dependence(self) -> None:
-        """Checks that the loss depends on no parameter that was not replaced, and that no layer is fused."""
-        refused = fused_recurrence(self.problem.model)
-        if refused is not None:
-            raise ValueError(
-                f"torch.func cannot take {refused} record by record: write the recurrence with nn.Linear layers"
-            )
+        """Checks that the loss depends on no parameter that was not replaced."""
         z, inputs, targets = batch_rows((self.z, *self.public), slice(0, 1))
         with torch.enable_grad():
             if self.problem.losses(z, inputs, targets, self.params).requires_grad:

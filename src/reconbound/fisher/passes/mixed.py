@@ -45,6 +45,7 @@ class MixedPass(LayerPass):
         if fused_recurrence(problem.model) is not None:
             raise NotCovered("a recurrent layer of PyTorch's has no rules by record")
         versions = {name: p._version for name, p in self.params.items()}
+        again = due  # the second run finds values that the model kept from the first
         while True:
             leaves = {
                 name: _leaf(self.params[name], len(self.z)) for name in sorted(passed.copied & self.params.keys())
@@ -55,9 +56,10 @@ class MixedPass(LayerPass):
             uncovered = {*reached(losses, self.params), *in_two_roles(recorder.sites)}
             if uncovered & passed.copied:
                 raise NotCovered(f"the parameter {min(uncovered)} is used otherwise than by calling the model")
-            if not uncovered:
-                break
             passed.copied |= uncovered
+            if not (uncovered or again):
+                break
+            again = False
         check_covered(losses, recorder.sites, self.params)
         for name, p in self.params.items():
             if p._version != versions[name]:
