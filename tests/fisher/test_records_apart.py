@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from measuring import sum_clipped
 from reconbound.fisher import Private
 from reconbound.fisher.sums import covering_method
-from reconbound.validate import ModelError
+from reconbound.validate import ModelError, check_batch
 
 WIDTH = 5
 
@@ -297,3 +297,31 @@ def test_paths_around_the_copies_are_refused(kind: Callable[[], By], method: Any
     loss: Any = total if kind is not By else lambda out, y: total(out * model.scale[:3], y)
     with pytest.raises(ValueError, match="reaches trainable parameters by another way than calling the model"):
         sum_clipped(model, loss, torch.randn(4, WIDTH), torch.ones(4), max_grad_norm=1.0, method=method)
+
+
+@pytest.mark.parametrize("method", ["auto", "mixed", "generic"])
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_module_with_two_names_keeps_its_parameters(by_hand: bool, method: Any) -> None:
+    """torch.func.functional_call left its own tensors in such a module: a training then changed others than it used."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(WIDTH, WIDTH)
+            self.two, self.last = self.one, nn.Linear(WIDTH, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.two(torch.tanh(self.one(x)))
+            return self.last(x * self.two.weight.mean(0) if by_hand else x)
+
+    torch.manual_seed(0)
+    model, x, y = Shared(), torch.randn(6, WIDTH), torch.ones(6)
+    before, exact = dict(model.named_parameters()), []
+    for _ in range(2):
+        exact.append(sum_clipped(model, total, x, y, max_grad_norm=1e9, clip="hard", method=method).gradient_sum)
+        check_batch(model, total, x, y)
+        assert {name: id(p) for name, p in model.named_parameters()} == {name: id(p) for name, p in before.items()}
+    own = torch.autograd.grad(total(model(x), y).sum(), [*before.values()])
+    for name, value in zip(before, own, strict=True):
+        torch.testing.assert_close(exact[0][name], value, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(exact[1][name], exact[0][name])

@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from reconbound._internal.checks import warn_user
 from reconbound.validate import model as models
 from reconbound.validate.placed import Placed, converted, drawn_like
-from reconbound.validate.watch import LossFn, Trace, first_line, in_place_error, leaf, run
+from reconbound.validate.watch import LossFn, Trace, call_with, first_line, in_place_error, leaf, run
 
 _BESIDE = (0.1, 0.003)  # how far from the records, which may lie on kinks: pixels of 0, ties of a maximum
 
@@ -106,7 +105,7 @@ def _culprit(model: nn.Module, trace: Trace) -> str:
         leaves = [x for x in (*tree_leaves((args, kwargs)), *module.parameters()) if _any_grad(x)]
         buffers = {name: b.clone() for name, b in module.named_buffers()}
         try:
-            outputs = [y for y in tree_leaves(functional_call(module, buffers, args, kwargs)) if _any_grad(y)]
+            outputs = [y for y in tree_leaves(call_with(module, buffers, args, kwargs)) if _any_grad(y)]
             first = torch.autograd.grad([(y * y).sum() for y in outputs], leaves, create_graph=True, allow_unused=True)
             torch.autograd.grad([(g * g).sum() for g in first if _any_grad(g)], leaves, allow_unused=True)
         except (RuntimeError, ValueError):  # torch says ValueError where there is nothing to differentiate
@@ -208,7 +207,7 @@ def _module_misses(module: nn.Module, given: Any, dtype: torch.dtype) -> bool:
         moved = dict(zip(moving, z, strict=True))
         args, kwargs = tree_unflatten([moved.get(i, x) for i, x in enumerate(leaves)], structure)
         fresh = {name: t if t.requires_grad else t.clone() for name, t in state.items()}
-        outputs = [y for y in tree_leaves(functional_call(module, fresh, args, kwargs)) if _any_grad(y)]
+        outputs = [y for y in tree_leaves(call_with(module, fresh, args, kwargs)) if _any_grad(y)]
         return torch.stack([(y * y).sum() for y in outputs]).sum(), [*params, *z]
 
     return bool(moving) and _misses(square, [leaves[i] for i in moving], lambda v: v)

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from reconbound.validate.private import Private, Problem, feature_mask, private_part, twice_differentiable
-from reconbound.validate.watch import LossFn, arguments
+from reconbound.validate.watch import LossFn, arguments, call_with
 
 _SHAKEN = 0.05  # how far parameters are moved, so that what an initial zero hides is seen
 
@@ -71,7 +70,7 @@ class Placed:
             moved = iter(z)
             inputs = tree_unflatten([next(moved) if _is_float(x) else x for x in leaves], structure)
             with twice_differentiable():
-                outputs = functional_call(self.model, fresh, *arguments(inputs))
+                outputs = call_with(self.model, fresh, *arguments(inputs))
                 self.largest_output = _largest(outputs)
                 return self.loss_fn(outputs, self.targets)
 

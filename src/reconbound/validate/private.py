@@ -15,14 +15,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
-from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from reconbound._internal.checks import InputError, choice, warn_user
 from reconbound._internal.rng import random_states_kept
 from reconbound.validate.model import CHECKPOINTING, ModelError, ReconboundWarning, check_losses
-from reconbound.validate.watch import LossFn, TwiceDifferentiable, arguments, close
+from reconbound.validate.watch import LossFn, TwiceDifferentiable, arguments, call_with, close
 
 _NAMED = 5  # parameters that a caveat names; the others are counted
 Inputs = Any  # a tensor, or a tuple or dictionary of tensors: model(x), model(*x) or model(**x)
@@ -98,10 +97,7 @@ class Problem:
                 stack.enter_context(_called_once(self.model, self.private, answer))
             stack.enter_context(twice_differentiable(mode))
             args, kwargs = arguments(inputs)
-            if params is None:
-                outputs = self.model(*args, **kwargs)
-            else:
-                outputs = functional_call(self.model, dict(params), args, kwargs)
+            outputs = self.model(*args, **kwargs) if params is None else call_with(self.model, params, args, kwargs)
             losses = self.loss_fn(outputs, targets)
         check_losses(losses, z.shape[0])
         return losses, outputs

@@ -103,6 +103,23 @@ def run(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) -> Trace:
     return trace
 
 
+def call_with(
+    model: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+) -> Any:
+    """Calls a model with other parameters and buffers, given by name; a shared one is replaced at every place.
+
+    `functional_call` would leave them in a module that has two names.
+    """
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    given = {id(t): tensors[name] for name, t in named if name in tensors}
+    everywhere: dict[str, Tensor] = {}
+    for path, module in model.named_modules():  # each of them once
+        for key, t in (*module._parameters.items(), *module._buffers.items()):
+            if t is not None and id(t) in given:
+                everywhere[f"{path}.{key}" if path else key] = given[id(t)]
+    return functional_call(model, everywhere, args, kwargs, tie_weights=False)
+
+
 def _describe_shapes(error: RuntimeError, model: nn.Module, trace: Trace, inputs: Any) -> str | None:
     """Returns which module does not take its input, and a record's shape; None for other errors."""
     why = first_line(error)
