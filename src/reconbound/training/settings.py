@@ -312,7 +312,8 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, training in modes:
-            module.training = training
+            if module.training != training:  # setting it takes long
+                module.training = training
 
 
 _TAKES = {

@@ -127,7 +127,7 @@ class ConvRule:
         return _FORWARD[len(self.kernel)](a, weight, None, self.stride, self.padding, self.dilation, self.groups)
 
     def transpose(self, delta: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
-        if self._goes_by_shifts and not _has_tensor_cores(delta):
+        if self._goes_by_shifts and _shifts_pay(delta, weight):
             return convolutions.by_shifts(delta, weight, shape, self.stride[0], self.padding)
         if weight.shape[1] <= _FEW_CHANNELS and not delta.is_cuda:
             matrices = weight.reshape(self.groups, weight.shape[0] // self.groups, -1).transpose(1, 2)
@@ -264,6 +264,8 @@ class CopyRule(LinearRule):
 Rule = LinearRule | ConvRule
 
 
-def _has_tensor_cores(values: Tensor) -> bool:
-    """Returns whether cuDNN's transposed convolution of these numbers runs on tensor cores, where it is fast."""
-    return values.is_cuda and (values.dtype != torch.float32 or torch.backends.cudnn.allow_tf32)
+def _shifts_pay(delta: Tensor, weight: Tensor) -> bool:
+    """Returns whether `convolutions.by_shifts` is faster than PyTorch's transpose, which tensor cores make fast."""
+    if not delta.is_cuda:
+        return True
+    return weight.shape[1] >= _MANY_CHANNELS and delta.dtype == torch.float32 and not torch.backends.cudnn.allow_tf32
