@@ -63,7 +63,7 @@ class DrawnBatches:
             if (self._sampler.sample_rate, self._sampler.num_samples) != self._drawn_with:
                 why = "must draw with the same rate from the same records all the time"
                 raise InputError("data_loader", why, f"the rate {self._sampler.sample_rate:g}")
-            self._waiting.append(torch.as_tensor(indices).tolist())
+            self._waiting.append(indices.tolist() if isinstance(indices, Tensor) else [*indices])
             yield indices
             if mine != self.iteration:
                 why = "must be iterated over once at a time: another iteration began inside this one, so that the "

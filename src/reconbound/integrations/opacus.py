@@ -215,10 +215,10 @@ class OpacusLedger:
         self._settings.check()
         norms, bound = self._norms.take()
         records = torch.tensor(self._batches.take(len(norms)), dtype=torch.int64)
-        bad = torch.nonzero(~norms.isfinite()).flatten()
-        if len(bad):
+        finite = norms.isfinite()
+        if not bool(finite.all()):
             why = "must be finite: otherwise the sum is not, which shows who took part; of record "
-            raise InputError("gradient", f"{why}{int(records[int(bad[0])])}", "a norm that is not")
+            raise InputError("gradient", f"{why}{int(records[int(finite.long().argmin())])}", "a norm that is not")
         state = self._states.note() if self._ranks.rank == 0 else ""  # rank 0 draws the noise
         found: list[Measured[Any]] = []
         if self._blocks is not None:
@@ -233,7 +233,7 @@ class OpacusLedger:
         records, norms = torch.cat([part.records for part in parts]), torch.cat([part.norms for part in parts])
         if len({*bounds}) > 1:
             raise InputError("max_grad_norm", "must be the same on all ranks", bounds)
-        if any(division != divisions[0] for division in divisions) or len(records.unique()) < len(records):
+        if len(parts) > 1 and (divisions.count(divisions[0]) < len(parts) or len(records.unique()) < len(records)):
             why = "must give each record to one rank: call set_epoch on all of them, and take each batch on all, not on"
             raise InputError("data_loader", why, f"some (epoch, shuffle, seed, ranks and iteration: {divisions})")
         self._states.keep(parts[0].state)
@@ -456,7 +456,8 @@ class OpacusLedger:
         facts: dict[str, Any] = {"noise_multiplier": a.noise_multiplier, "max_grad_norm": a.max_grad_norm}
         if self._blocks is not None:
             facts |= {"worlds": list(self._blocks.options.worlds), "rules": list(a.kept_rules)}
-            facts |= {"steps": self._blocks.steps, "budget": self._blocks.options.budget}
+            facts |= {name: getattr(self._blocks, name) for name in ("steps", "group")}
+            facts |= {"budget": self._blocks.options.budget}
         return {**facts, "sample_rate": a.sample_rate, "records": a.records}
 
 
