@@ -156,3 +156,29 @@ def test_blocks_are_sampled_too_unless_every_step_is_measured(weight: float, str
 def test_upper_needs_two_runs() -> None:
     with pytest.raises(InputError, match="runs"):
         FisherAccountant(account()).upper()
+
+
+def covered_in_groups(f: np.ndarray, q: float, group: int, ledgers: int) -> float:
+    """Returns how often limits cover, of records that are measured in groups with one step and one probe."""
+    records, steps, covered = 160, len(f), []
+    for seed in range(ledgers):
+        rng = np.random.default_rng(seed)
+        ledger = FisherAccountant(account(records, 1, steps=steps, sample_rate=q, rules=("none",)))
+        for run in range(10):
+            plan = Blocks(records, q, steps, 0.5, group)
+            for t in range(steps):
+                for rows in plan.at(1000 * seed + run, t):
+                    across = torch.full((group,), f[t] * rng.chisquare(5) / 5)
+                    found = info(across, torch.zeros(group), features=1, error=1.4)
+                    ledger.add(rows, found, weight=plan.weight(t), stratified=True)
+            ledger.finish_run()
+        covered.append(float((ledger.upper() >= q * f.sum()).double().mean()))
+    return float(np.mean(covered))
+
+
+@pytest.mark.slow
+def test_upper_limits_cover_with_sixteen_groups_in_a_block() -> None:
+    """As beside Opacus, where several batches are measured together. With one group they do not cover."""
+    q, steps = 0.05, 120
+    assert covered_in_groups(10 ** np.linspace(0, -2, steps) + 0.05, q, 10, ledgers=10) >= 0.95
+    assert covered_in_groups(np.where(np.arange(steps) < 6, 1.0, 0.01), q, 160, ledgers=20) < 0.8

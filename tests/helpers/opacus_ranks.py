@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import warnings
+from contextlib import ExitStack
+from functools import partialmethod
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from opacus import PrivacyEngine
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from opacus.optimizers import FSDPOptimizerFastGradientClipping
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import opacus_examples
 from beside_opacus import Training, network, private
 from reconbound import Replacement
-from reconbound.integrations import measuring
+from reconbound.integrations import measuring, opacus
+from reconbound.integrations.loaders import DrawnBatches
 from reconbound.integrations.opacus import Measuring
 
 EPOCHS = 3
@@ -100,6 +108,54 @@ def watched_in_epochs(apart: int) -> dict[str, Any]:
         training.loader.batch_sampler.set_epoch(epoch + apart * dist.get_rank())
         training.train(1)
     return outcome(training, ledger)
+
+
+def watched_example(folder: str) -> dict[str, Any]:
+    """Opacus's distributed example, cifar10.py, with three lines more; on one rank its form without ranks.
+
+    It sets its group up on GPUs only: `setup` and `cleanup` are ours. Each rank has a seed of its own, as processes
+    of torchrun have; the noise is from a generator of its own, so that it is the same on one rank.
+    """
+    warnings.simplefilter("ignore")
+    shared = dist.is_initialized()
+    rank, size = (dist.get_rank(), dist.get_world_size()) if shared else (0, 1)
+    place = Path(folder) / str(rank)
+    place.mkdir(parents=True)
+    os.chdir(place)
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(100 + rank)
+    batches: list[list[int]] = []
+    kept: list[Any] = []
+    take, watch = DrawnBatches.take, opacus.watch
+
+    def noted(self: DrawnBatches, rows: int) -> list[int]:
+        batches.append(take(self, rows))
+        return batches[-1]
+
+    def keep(optimizer: Any, *others: Any) -> Any:
+        kept.extend((watch(optimizer, *others), optimizer))
+        return kept[0]
+
+    made = partialmethod(PrivacyEngine.make_private, noise_generator=torch.Generator().manual_seed(5))
+    options = f"--epochs {EPOCHS} --batch-size 16 -j 0 {f'--local_rank {rank}' if shared else ''}".split()
+    ours = {"setup": lambda args: (rank, "cpu", size), "cleanup": lambda: None}
+    here = ((PrivacyEngine, "make_private", made), (opacus, "watch", keep), (DrawnBatches, "take", noted))
+    with ExitStack() as stack:
+        for owner, name, value in here:
+            stack.enter_context(patch.object(owner, name, value))
+        opacus_examples.run_example("cifar10", options, opacus_examples.CIFAR10, **ours)
+    ledger, optimizer = kept
+    found = ledger.finish()
+    return {
+        "parameters": [p.detach().numpy() for p in optimizer.params],
+        "ledger": {name: value.numpy() for name, value in found.state().items() if name != "fingerprints"},
+        "fingerprints": found.fingerprints,
+        "statements": ledger.statements,
+        "batches": batches,
+        "steps": ledger.steps,
+        "account": repr(found.account),
+        "report": (place / "report" / "report.html").exists(),
+    }
 
 
 # --- what is refused ---------------------------------------------------------------------

@@ -11,13 +11,17 @@ from opacus.schedulers import LambdaGradClip
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from beside_opacus import RECORDS, Training, data, private
+from beside_opacus import RECORDS, Training, data, gradients, private
 from reconbound import FisherAccountant, PrivateSGD, Replacement, Settings
 from reconbound._internal.checks import InputError
+from reconbound.accounting.measurement_plan import Plans
+from reconbound.divergences import poisson_pair_kl
+from reconbound.integrations import measuring
 from reconbound.integrations.measuring import losses_of
 from reconbound.integrations.opacus import Measuring, OpacusLedger
 from reconbound.report.folder import read_audit
 from reconbound.training.settings import Callback
+from reconbound.training.step import Measurer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook", "ignore:Secure RNG")
 MODES = ("hooks", "functorch", "ew", "ghost")
@@ -38,13 +42,15 @@ class SameSteps(Callback):
     def __init__(self, other: Training, ledger: OpacusLedger) -> None:
         self.other, self.sample_rate, self.records = other, ledger.accountant.account.sample_rate, RECORDS
         assert ledger._blocks is not None
-        self.seed = ledger._blocks.seed
+        self.seed, self.plans = ledger._blocks.seed, None
+        if ledger._blocks.group != 12:  # not that of PrivateSGD
+            self.plans = Plans(ledger._blocks._information, ledger._blocks._distances)
 
     def batch(self, seed: int, step: int) -> Tensor:
         return self.other.batches[step]
 
     def on_step(self, learner: PrivateSGD) -> None:
-        learner.run_seed = self.seed
+        learner.run_seed, learner.plans = self.seed, self.plans or learner.plans
         if learner.step < learner.steps:
             learner.model.load_state_dict(self.other.parameters[learner.step])
 
@@ -61,15 +67,17 @@ def ledger_of_private_sgd(made: Training, ledger: OpacusLedger, rules: Any, budg
     return learner.accountant
 
 
-def watched(mode: str = "hooks", **options: Any) -> tuple[Training, OpacusLedger]:
-    made = private(mode, network=smooth())
+def watched(mode: str = "hooks", batch_size: int = 12, **options: Any) -> tuple[Training, OpacusLedger]:
+    made = private(mode, network=smooth(), batch_size=batch_size)
     chosen: dict[str, Any] = {"epochs": 3, "worlds": WORLDS, "budget": 2.0, **options}
     return made, made.watch(measure=Measuring(made.model, **chosen))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_both_ledgers_are_those_of_private_sgd(mode: str) -> None:
-    made, ledger = watched(mode, information=True)
+@pytest.mark.parametrize(("mode", "batch_size", "group"), [*((mode, 12, 12) for mode in MODES), ("hooks", 1, 3)])
+def test_both_ledgers_are_those_of_private_sgd(mode: str, batch_size: int, group: int) -> None:
+    made, ledger = watched(mode, batch_size, information=True)
+    assert ledger._blocks is not None
+    assert ledger._blocks.group == group
     made.train(3, virtual=5)
     found, other = ledger.finish(), ledger_of_private_sgd(made, ledger, (), 2.0)
     for world in ("removed", "first", "all"):
@@ -112,6 +120,64 @@ def test_a_training_that_stops_early_counts_the_steps_it_took() -> None:
     assert abs(float(means.mean() - exact)) < 4 * float(means.std()) / 40**0.5
 
 
+def exact_distances(made: Training, rate: float) -> Tensor:
+    """Returns Σ_t k_q(a_t, b_t) of each record to the world of zeros, from gradients formed by torch.func."""
+    (x, y), total = data(), torch.zeros(RECORDS, dtype=torch.float64)
+    for parameters in made.parameters:
+        each = (gradients(made.plain, parameters, inputs, y) for inputs in (x, torch.zeros_like(x)))
+        real, other = (torch.cat(list(found.values()), 1) for found in each)
+        a, b = ((g * (1 / g.norm(dim=1, keepdim=True)).clamp(max=1)) / 0.8 for g in (real, other))
+        total += poisson_pair_kl(a.norm(dim=1), b.norm(dim=1), (a * b).sum(1), rate)
+    return total
+
+
+@pytest.mark.slow
+def test_groups_of_several_batches_are_unbiased_and_their_standard_errors_cover(monkeypatch: Any) -> None:
+    """Many plans on one training: 20 groups of 3 records, each measured at one of 30 steps in each of two blocks."""
+    found, seeds = [], 40
+    for seed in range(seeds):
+        monkeypatch.setattr(measuring, "new_seed", lambda seed=seed: seed)
+        made, ledger = watched(batch_size=1, epochs=1, worlds={"all": WORLDS["all"]}, budget=4.0)
+        made.train(1)
+        assert ledger._blocks is not None
+        assert ledger._blocks.group == 3
+        found.append(ledger.finish().divergences.estimates("all"))
+    assert {int(times) for one in found for times in one.measured} == {2}
+    rate = ledger.accountant.account.sample_rate
+    off = torch.stack([one.mean for one in found]) - exact_distances(made, rate)
+    errors = torch.stack([one.error for one in found])
+    assert float((off.mean(0) / off.std(0)).abs().max()) < 4.5 / seeds**0.5  # of each record
+    over_records = off.mean(1)
+    assert abs(float(over_records.mean())) < 4 * float(over_records.std()) / seeds**0.5
+    assert 0.8 < float(errors.square().mean() / off.square().mean()) < 4.0
+    each = errors.square().mean(0) / off.square().mean(0)  # estimated from 40 plans: to a quarter or so
+    assert float(each.min()) > 0.5
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(5, 3), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x * self.scale)
+
+
+@pytest.mark.parametrize(
+    ("network", "batches"),
+    [
+        (nn.Linear(5, 3), 4),  # as many as leave 16 groups
+        (nn.Sequential(nn.Linear(5, 6000), nn.Linear(6000, 3)), 2),  # 66,011 numbers a record, 2 · 30 of them
+        (nn.Sequential(nn.Linear(5, 30_000), nn.Linear(30_000, 3)), 1),
+        (Scaled(), 1),  # with copies of a parameter for each record
+    ],
+)
+def test_as_many_batches_are_measured_together_as_take_little(network: nn.Module, batches: int) -> None:
+    settings = Settings(1.0, 1.0, 0.015, clip="hard", rules=None)
+    measurer = Measurer(network.double(), nn.CrossEntropyLoss(reduction="none"), data(2000), settings, None)
+    assert measuring.batches_together(measurer, 30) == batches
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_measuring_changes_nothing_that_is_trained(mode: str) -> None:
     made, _ = watched(mode, information=True)
@@ -138,6 +204,9 @@ def test_state_continues_the_plan() -> None:
     _, third = watched(information=True, epochs=4)
     with pytest.raises(InputError, match="state must be of the same training"):
         third.load_state_dict(state)
+    state["mark"]["group"] = 24  # other records would then be measured at each step
+    with pytest.raises(InputError, match="state must be of the same training"):
+        watched(information=True)[1].load_state_dict(state)
 
 
 def test_a_longer_training_and_another_clip_norm_are_refused() -> None:

@@ -13,6 +13,7 @@ from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSample
 
 import opacus_ranks
 from many_ranks import ends_of_ranks, on_ranks
+from opacus_examples import example
 from reconbound.integrations.loaders import DrawnBatches, RecordedShareSampler, forget_batches, record_batches
 from reconbound.training.ranks import Ranks
 
@@ -70,6 +71,32 @@ def test_ledger_is_that_of_one_rank(case: str, size: int, measure: bool, virtual
         noise = "one noise, that of rank 0, on the sum over all ranks"
         many = [text.replace(noise, "noise on the sum") for text in rank["statements"]]
         assert many == list(one["statements"]) != list(rank["statements"])
+
+
+def test_opacus_own_distributed_example_gives_the_ledger_of_one_rank(tmp_path: Any, monkeypatch: Any) -> None:
+    """cifar10.py from Opacus's package with three lines more, on two ranks and on one with the same batches."""
+    if not example("cifar10").exists():
+        pytest.skip("this Opacus came without its examples")
+    found = on_ranks(2, opacus_ranks.watched_example, str(tmp_path / "two"))
+    batches = joined(found)
+    assert len(batches) == 9
+    epochs = iter([batches[k : k + 3] for k in (0, 3, 6)])
+    monkeypatch.setattr(UniformWithReplacementSampler, "__iter__", lambda self: iter(next(epochs)))
+    monkeypatch.chdir(tmp_path)
+    try:
+        one = opacus_ranks.watched_example(str(tmp_path / "one"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert one["batches"] == batches
+    assert float(one["ledger"]["nats_mean"].max()) > 0.01
+    assert [rank["report"] for rank in found] == [True, False]
+    for rank in found:
+        assert (rank["account"], rank["steps"]) == (one["account"], one["steps"])
+        assert rank["fingerprints"] == one["fingerprints"]
+        for mine, theirs in zip(rank["parameters"], one["parameters"], strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6)
+        for name, value in one["ledger"].items():
+            np.testing.assert_allclose(rank["ledger"][name], value, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
 def test_records_may_be_divided_anew_in_each_epoch(monkeypatch) -> None:

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import copy
-import inspect
-import sys
-from functools import partial
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from beside_opacus import quiet
+from opacus_examples import CIFAR10, example, run_example
 from reconbound.divergences import poisson_kl
 from reconbound.integrations.opacus import OpacusLedger, watch
 from reconbound.report.folder import read_audit
@@ -28,13 +24,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook", "ignore:Sec
 NOISE, BOUND = 0.9, 0.7
 
 
-def pictures(shape: tuple[int, ...], *_: Any, train: bool = True, **__: Any) -> TensorDataset:
-    """Stands in for a data set of torchvision: few random pictures."""
-    generator = torch.Generator().manual_seed(int(train))
-    return TensorDataset(torch.randn(48, *shape, generator=generator), torch.randint(0, 10, (48,), generator=generator))
-
-
-IMPORT = {"from opacus import PrivacyEngine\n": "from reconbound.integrations.opacus import watch\n"}
 #: Of each example of Opacus: its options, and the lines after which `watch` and `report` stand.
 EXAMPLES: dict[str, tuple[list[str], dict[str, str]]] = {
     "mnist": (
@@ -48,12 +37,7 @@ EXAMPLES: dict[str, tuple[list[str], dict[str, str]]] = {
     ),
     "cifar10": (
         ["--device", "cpu", "--epochs", "2", "--batch-size", "8", "-j", "1"],
-        {
-            "            grad_sample_mode=args.grad_sample_mode,\n        )\n": (
-                "        ledger = watch(optimizer, train_loader, nn.CrossEntropyLoss())\n"
-            ),
-            "        time_per_epoch.append(train_duration)\n": '        ledger.report("report")\n',
-        },
+        CIFAR10,
     ),
     "char-lstm-classification": (
         ["--device", "cpu", "--epochs", "2", "-b", "8", "--data-root", "names", "--hidden-size", "4"],
@@ -73,29 +57,13 @@ EXAMPLES: dict[str, tuple[list[str], dict[str, str]]] = {
 @pytest.mark.filterwarnings("ignore:batches are padded")
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_opacus_own_examples_with_three_lines_more(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    example = Path(inspect.getfile(PrivacyEngine)).parents[1] / "examples" / f"{name}.py"
-    if not example.exists():
+    if not example(name).exists():
         pytest.skip("this Opacus came without its examples")
-    options, own = EXAMPLES[name]
-    text = example.read_text()
-    for line, added in (IMPORT | own).items():
-        assert text.count(line) == 1
-        text = text.replace(line, line + added)
-    assert text.count("\n") == example.read_text().count("\n") + 3
-    vision, transforms = ModuleType("torchvision"), ModuleType("torchvision.transforms")
-    for kind in ("Compose", "ToTensor", "Normalize", "RandomCrop", "RandomHorizontalFlip"):
-        setattr(transforms, kind, lambda *_, **__: None)
-    datasets = ModuleType("torchvision.datasets")
-    datasets.MNIST, datasets.CIFAR10 = partial(pictures, (1, 28, 28)), partial(pictures, (3, 32, 32))  # type: ignore[attr-defined]
-    vision.datasets, vision.transforms = datasets, transforms  # type: ignore[attr-defined]
-    for module in (vision, datasets, transforms):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
     (tmp_path / "names").mkdir()
     for language in ("one", "two"):
         (tmp_path / "names" / language).write_text("".join(f"{'name' * (1 + k % 3)}\n" for k in range(30)))
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", *options])
     monkeypatch.chdir(tmp_path)
-    exec(compile(text, f"{name}.py", "exec"), {"__name__": "__main__"})
+    run_example(name, *EXAMPLES[name])
     run, leakage = read_audit(tmp_path / "report")
     kind = "tokens" if "lstm" in name else "image"
     assert (run.data["kind"], run.data["records"], run.mechanism["steps"]) == (kind, 48, 12)

@@ -133,8 +133,8 @@ class ClippedNorms:
         several = isinstance(self.optimizer, DPPerLayerOptimizer) and len(norms[0]) > 0
         bounds = self.optimizer.max_grad_norms if several else [bound] * len(norms)
         kept = [n.detach().double().clamp(max=float(c)) for n, c in zip(norms, bounds, strict=True)]
-        clipped = torch.stack(kept).norm(dim=0)
-        finite = torch.stack([n.isfinite() for n in norms]).all(0)
+        clipped = kept[0] if len(kept) == 1 else torch.stack(kept).norm(dim=0)
+        finite = norms[0].isfinite() if len(norms) == 1 else torch.stack([n.isfinite() for n in norms]).all(0)
         return torch.where(finite, clipped, torch.nan)
 
 

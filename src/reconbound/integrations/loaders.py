@@ -13,7 +13,7 @@ from opacus.utils.batch_memory_manager import BatchSplittingSampler
 from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from reconbound._internal.checks import InputError
@@ -63,7 +63,7 @@ class DrawnBatches:
             if (self._sampler.sample_rate, self._sampler.num_samples) != self._drawn_with:
                 why = "must draw with the same rate from the same records all the time"
                 raise InputError("data_loader", why, f"the rate {self._sampler.sample_rate:g}")
-            self._waiting.append(torch.as_tensor(indices).tolist())
+            self._waiting.append(indices.tolist() if isinstance(indices, Tensor) else [*indices])
             yield indices
             if mine != self.iteration:
                 why = "must be iterated over once at a time: another iteration began inside this one, so that the "
@@ -248,6 +248,14 @@ def drawn_rate(sampler: PoissonSampler) -> float:
     rate = float(sampler.sample_rate)
     on_grid = math.ceil(float(np.float32(rate)) * _GRID) / _GRID
     return min(1.0, max(rate, on_grid))
+
+
+@random_states_kept()
+def features_of(loader: Any) -> int:
+    """Returns the number of values in the inputs of a record, for the mechanism's floors; at least 1."""
+    record = loader.dataset[0]
+    inputs = record[0] if isinstance(record, tuple | list) and len(record) > 1 else record
+    return max(1, sum(leaf.numel() for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)))
 
 
 @random_states_kept()

@@ -1,7 +1,8 @@
 """Measurements beside Opacus: distances to worlds with public values in place, and Fisher information.
 
 Each record is measured once in a block of steps, drawn or not, at the parameters before the step, as `PrivateSGD` does
-(docs/theory/accounting.md, the third way). The records are those of the loader's data set, read once.
+(docs/theory/accounting.md, the third way), in groups of one or several batches. The records are those of the loader's
+data set, read once.
 """
 
 from __future__ import annotations
@@ -23,14 +24,20 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 from reconbound._internal.checks import InputError, flag, function, number, rounded_up
 from reconbound._internal.opacus_hooks import without_hooks
 from reconbound._internal.rng import derive, new_seed, random_states_kept, torch_stream
+from reconbound.fisher.passes.generic import GenericPass
+from reconbound.fisher.sums import open_pass
 from reconbound.fisher.worlds import World, check_worlds
 from reconbound.training.ranks import Ranks
 from reconbound.training.sampling import Poisson, make_plan
 from reconbound.training.settings import Settings
 from reconbound.training.step import Kept, LossFn, Measured, Measurer
+from reconbound.validate.private import Private, Problem, private_part
 
 #: By how much the norms of the first batch may differ from Opacus's, relatively: they are rounded.
 _CLOSE = 1e-3
+#: Numbers that several batches measured together may take, and the fewest groups of them in a block: limits of
+#: confidence pool records, and do not cover where all of them are measured at few steps.
+_NUMBERS, _GROUPS = 2**22, 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +91,7 @@ class BlockMeasurer:
 
     Attributes:
         steps: the number of steps that are planned.
+        group: the number of records measured together.
         seed: of the random assignment of records to steps; secret, and nothing of the training depends on it.
         measurer: of the network.
     """
@@ -107,6 +115,9 @@ class BlockMeasurer:
         self.options, self.seed = options, new_seed()
         self.steps = rounded_up(options.epochs * len(loader.batch_sampler))  # type: ignore[arg-type]
         plan = [make_plan(options.budget / n, Poisson(records, rate), self.steps) for n in (1, 1 + worlds)]
+        with without_hooks(network):
+            self.group = plan[0].group * batches_together(self.measurer, plan[0].group)
+        plan = [replace(one, group=self.group) for one in plan]
         self._information = plan[0] if options.information else None
         self._distances = plan[1] if worlds else None
         self._compared = False
@@ -157,6 +168,31 @@ class BlockMeasurer:
                 if len(own := group[ranks.rank :: ranks.size]):
                     found.append(Measured(own, self.measurer.distances(own), self._distances.weight(step), True))
         return found
+
+
+@random_states_kept()
+def batches_together(measurer: Measurer, batch: int) -> int:
+    """Returns the number of batches whose records are measured together, at fewer steps.
+
+    More than one where records take few numbers: what Python does for a measurement then takes longer than its
+    arithmetic. Each record is measured at a random step of its block all the same.
+
+    Args:
+        measurer: of the network.
+        batch: the number of records in a batch.
+
+    Guarantee:
+        - Each record's estimates, and their standard errors, have the law that they have in groups of a batch. Those of
+          different records depend more on each other.
+    """
+    problem, rows = Problem(measurer.model, measurer.loss_fn, Private("nothing")), measurer.rows(torch.arange(1))
+    work = open_pass(problem, (private_part(problem, *rows), *rows), measurer.methods[1], check=False, measured=False)
+    if isinstance(work, GenericPass) or work.method != "layers":
+        return 1
+    uses = zip(work.sites, work.inputs, work.deltas, strict=True)
+    numbers = sum(delta.numel() + (a if s.weight is None else s.rule.columns(a)).numel() for s, a, delta in uses)
+    numbers += sum(p.numel() for p in measurer.params.values())
+    return max(1, min(_NUMBERS // (batch * numbers), measurer.records // (batch * _GROUPS)))
 
 
 @random_states_kept()

@@ -20,6 +20,7 @@ from reconbound._internal.checks import InputError, file_path
 from reconbound._internal.files import is_leftover, remove_leftovers
 from reconbound._internal.rng import random_states_kept
 from reconbound.accounting.accountant import FisherAccountant
+from reconbound.accounting.spec import Account
 from reconbound.auditing.leakage import CONFIDENCE, chosen, divergences_of
 from reconbound.auditing.priors import dataset_facts, guess_of
 from reconbound.auditing.run import data_facts
@@ -31,6 +32,10 @@ from reconbound.report import build
 from reconbound.report import folder as files
 from reconbound.report.headline import public_headline
 
+PADDED = (
+    "batches are padded to the longest record: the ledger holds only where padding changes nothing of a record's loss, "
+    "as with a mask; otherwise a long record moves others' gradients, which no clip bounds"
+)
 _UNKNOWN = (
     "What was made of the data before the training is not known here. The numbers hold where it used nothing of them: "
     "no mean, range or vocabulary that was read off the data without noise of its own."
@@ -225,3 +230,34 @@ def describe_parameters(optimizer: Any, bounds: Sequence[float]) -> dict[str, An
         "loss_reduction": optimizer.loss_reduction,
         "seed_from": files.SECURE_NOISE if optimizer.secure_mode else files.TORCH_NOISE,
     }
+
+
+def describe_training(optimizer: Any, account: Account, bounds: Sequence[float] = ()) -> tuple[str, ...]:
+    """Returns what the numbers of a ledger rest on, in sentences.
+
+    Args:
+        optimizer: Opacus's.
+        account: of the ledger.
+        bounds: the smallest and the largest clip norm so far.
+    """
+    clipped, deviation = f"C = {account.max_grad_norm:g}", f"{account.noise:g}"
+    if len(set(bounds)) > 1:
+        clipped = f"the clip norm C of the step, from {bounds[0]:g} to {bounds[1]:g}"
+        deviation = f"{account.noise_multiplier:g} C"
+    divided, ranks = "is not divided", getattr(optimizer, "world_size", 1)
+    where = "noise on the sum" if ranks == 1 else "one noise, that of rank 0, on the sum over all ranks"
+    if optimizer.loss_reduction == "mean":
+        divided = f"is divided by the expected batch size {optimizer.expected_batch_size * ranks:g}, whoever was drawn"
+    noise = "from Opacus's secure generator (secure_mode=True)"
+    if not optimizer.secure_mode:
+        noise = (
+            "from torch's generator (secure_mode=False): whoever finds its seed or state subtracts the noise, and what "
+            "rounding of the noise shows is not covered"
+        )
+    return (
+        f"hard clipping: a record moves the sum by at most {clipped}",
+        f"{where}: standard deviation σC = {deviation}; the noisy sum {divided}",
+        f"noise {noise}",
+        f"each record is drawn with chance q = {account.sample_rate:.6g}, independently at each step",
+        "loss and model treat each record separately",
+    )
