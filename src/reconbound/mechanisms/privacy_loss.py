@@ -353,6 +353,7 @@ def _smallest_epsilon(losses: np.ndarray, mass: np.ndarray, infinite: float, tar
     return max(float(found[k]), 0.0)
 
 
+@lru_cache(maxsize=16)
 def trade_off(pld: Any) -> TradeOff:
     """Returns the trade-off curve of a distribution: the worse of its two directions, at every point.
 

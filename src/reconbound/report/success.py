@@ -134,7 +134,13 @@ class Success:
             world: the other world.
             baseline: κ, the chance of the same attack there.
         """
-        return np.asarray(self.towards(world).max_success(baseline).value)
+        if (world, baseline) not in self._chances:  # pages ask several times
+            self._chances[world, baseline] = np.asarray(self.towards(world).max_success(baseline).value)
+        return self._chances[world, baseline]
+
+    @cached_property
+    def _chances(self) -> dict[tuple[World, float], np.ndarray]:
+        return {}
 
     def mechanism_chance(self, world: World, baseline: float = SHOWN) -> float:
         """Returns the largest chance of success that the mechanism allows, whatever the data.
