@@ -17,11 +17,11 @@ from reconbound.cli import app as cli
 from reconbound.report.folder import MODEL, PLAN, PUBLIC_REPORT, REPORT, RUN
 
 KILLS = int(os.environ.get("KILLS", "5"))
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_helpers")]
+pytestmark = pytest.mark.slow
 
 
 def start(folder: Path):
-    return start_reporting(["auditing"], auditing.slow, str(folder))
+    return start_reporting(auditing.slow, str(folder))
 
 
 def test_kills_give_the_same_report(tmp_path) -> None:
@@ -54,10 +54,10 @@ def test_kills_of_other_audits_give_the_same_report(kind, tmp_path) -> None:
     assert cli.run(small_folders.audit_words(tmp_path, "whole", kind)) == 0
     words = small_folders.audit_words(tmp_path, "killed", kind)
     for _ in range(3):
-        process, _ = start_reporting(["auditing"], auditing.slow_command, words)
+        process, _ = start_reporting(auditing.slow_command, words)
         time.sleep(rng.uniform(0.0, 0.35))
         kill(process)
-    process, pipe = start_reporting(["auditing"], auditing.slow_command, words)
+    process, pipe = start_reporting(auditing.slow_command, words)
     assert pipe.poll(240)
     assert pipe.recv() == "done"
     process.join(10)

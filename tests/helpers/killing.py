@@ -1,4 +1,4 @@
-"""Processes that a test starts and kills: forked from a server that has loaded their modules and computed nothing."""
+"""Processes that a test starts and kills: forked from a server that has loaded `preloaded` and computed nothing."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from collections.abc import Callable
 from typing import Any
 
 
-def start(preload: list[str], target: Callable[..., None], *args: Any) -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(preload)
-    process = context.Process(target=target, args=args, daemon=True)
+def start(target: Callable[..., None], *args: Any) -> Any:
+    process = multiprocessing.get_context("forkserver").Process(target=target, args=args, daemon=True)
     process.start()
     return process
 
 
-def start_reporting(preload: list[str], target: Callable[..., None], *args: Any) -> tuple[Any, Any]:
+def start_reporting(target: Callable[..., None], *args: Any) -> tuple[Any, Any]:
     """The process, once it has sent "ready" through the pipe that is its last argument, and our end of the pipe."""
     ours, theirs = multiprocessing.get_context("forkserver").Pipe(duplex=False)
-    process = start(preload, target, *args, theirs)
+    process = start(target, *args, theirs)
     theirs.close()
     assert ours.poll(60)
     assert ours.recv() == "ready"

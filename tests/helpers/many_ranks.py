@@ -46,7 +46,7 @@ def ends_of_ranks(size: int, target: Callable[..., Any], *args: Any) -> list[tup
         try:
             for rank in range(size):
                 ours, theirs = _pipe()
-                ranks.append(start([target.__module__, "many_ranks"], _rank, target, args, place, rank, size, theirs))
+                ranks.append(start(_rank, target, args, place, rank, size, theirs))
                 theirs.close()
                 context_of.append(ours)
             ends, until = [], time.monotonic() + LIMIT

@@ -19,7 +19,6 @@ from reconbound.training.ranks import Ranks
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.usefixtures("forked_helpers"),
     pytest.mark.filterwarnings("ignore:Full backward hook", "ignore:Secure RNG"),
 ]
 

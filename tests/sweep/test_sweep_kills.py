@@ -23,12 +23,12 @@ from reconbound.sweep import database, frontier, pareto, run, sweep
 from reconbound.sweep.database import SweepError
 from reconbound.sweep.run import begin, open_queue
 from reconbound.sweep.space import key
-from reconbound.sweep.workers import PRELOAD, supervise
+from reconbound.sweep.workers import supervise
 
 HERE = Path(__file__).resolve().parents[1] / "helpers"
 KILLS = int(os.environ.get("KILLS", "8"))
 NO_SERVER = postgres_server.missing()
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_helpers")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def finishes(url: str) -> list[int]:
 
 
 def start(out: Path, url: str):
-    return killing.start(["sweep_stub", *PRELOAD], sweep_stub.join, str(out), url)
+    return killing.start(sweep_stub.join, str(out), url)
 
 
 def holders(queue) -> set[int]:

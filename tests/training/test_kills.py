@@ -16,11 +16,11 @@ from killing import kill, start_reporting
 from learning import learner, same_state
 
 KILLS = int(os.environ.get("KILLS", "6"))  # KILLS=20 for the large form: two seconds each
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_helpers")]
+pytestmark = pytest.mark.slow
 
 
 def start(folder: Path, call: str):
-    return start_reporting(["kill_run"], kill_run.in_process, str(folder), call)
+    return start_reporting(kill_run.in_process, str(folder), call)
 
 
 def test_kills_at_random_moments_change_nothing(tmp_path) -> None:

@@ -25,9 +25,7 @@ from reconbound.training.step import StepWork
 on_several = pytest.mark.parametrize("size", [2, 4])
 
 
-def forked(test: Any) -> Any:
-    """Marks a test that starts processes."""
-    return pytest.mark.slow(pytest.mark.usefixtures("forked_helpers")(test))
+forked = pytest.mark.slow  # it starts processes
 
 
 def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:

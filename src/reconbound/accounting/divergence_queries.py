@@ -266,7 +266,18 @@ def mechanism_success(account: Account, baseline: float, *, removed: bool) -> fl
         baseline: κ, the chance in the other world.
         removed: as in `largest_divergence`.
     """
-    return float(account.mechanism().rero(baseline, ADD_REMOVE if removed else REPLACE_ONE))
+    return float(mechanism_successes(account, baseline, removed=removed))
+
+
+def mechanism_successes(account: Account, baselines: Any, *, removed: bool) -> np.ndarray:
+    """Returns `mechanism_success` for an array of chances in the other world, in about the time of one.
+
+    Args:
+        account: the mechanism.
+        baselines: κ, one number or an array.
+        removed: as in `largest_divergence`.
+    """
+    return np.asarray(account.mechanism().rero(baselines, ADD_REMOVE if removed else REPLACE_ONE))
 
 
 @lru_cache(maxsize=64)

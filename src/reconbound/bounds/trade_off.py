@@ -352,7 +352,12 @@ def _chain(first: TradeOff, second: TradeOff) -> TradeOff:
     rest = np.arange(total[0] - own[-1], total[-1] - own[0] + 1)
     deltas_1, deltas_2 = np.asarray(first.delta(own * grid)), np.asarray(second.delta(rest * grid))
     grown = np.exp(own * grid)
-    deltas = np.array([np.min(deltas_1 + grown * deltas_2[j - own - rest[0]]) for j in total])
+    backwards, found = deltas_2[::-1], np.empty(len(own))  # one array for all sums: they are the time
+    deltas = np.empty(len(total))
+    for k in range(len(total)):
+        np.multiply(grown, backwards[len(total) - 1 - k :][: len(own)], out=found)
+        found += deltas_1
+        deltas[k] = found.min()
     return ProfileTradeOff(*_convex(total * grid, np.minimum(np.minimum.accumulate(deltas), 1.0)))
 
 

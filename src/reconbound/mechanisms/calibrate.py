@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from scipy.optimize import brentq
@@ -133,15 +134,23 @@ def calibrate(
 
 
 def _less_noise(at: Callable[[float], Bound], noise: float, target: float) -> float:
-    """Returns the least noise near which loss distributions still meet the target, by some twenty of them at most."""
-    best, gap = noise, 0.01
-    while gap > 1e-4:
-        tried = round_to(best * math.exp(-gap), 7, "up")
-        met = tried > SMALLEST_NOISE and at(tried).value >= target
-        best, gap = (tried, 2 * gap) if met else (best, gap / 2)
-        if best == noise and not met:
-            break  # less than a hundredth is gained
-    return best
+    """Returns the least noise near which loss distributions still meet the target, by a dozen of them or so."""
+
+    @lru_cache
+    def excess(gain: float) -> float:
+        """Returns ln floor − ln target, which falls with the logarithm of the noise that is saved."""
+        tried = round_to(noise * math.exp(-gain), 7, "up")
+        return math.log(max(at(tried).value, 1e-300) / target) if tried > SMALLEST_NOISE else -1.0
+
+    gain = 0.01
+    while excess(gain) >= 0:
+        gain *= 2
+    if gain == 0.01:
+        return noise  # less than a hundredth is gained
+    gain = brentq(excess, gain / 2, gain, xtol=5e-5)
+    while excess(gain) < 0:  # the root is known to its digits only
+        gain -= 5e-5
+    return round_to(noise * math.exp(-gain), 7, "up")
 
 
 def calibrate_epsilon(

@@ -236,19 +236,26 @@ def _convolve_bounds(lists: Sequence[tuple[np.ndarray, int]], cut: float) -> tup
         lists: pairs of probabilities and how often they take part.
         cut: the mass outside.
     """
-    from scipy.special import logsumexp
-
     factors = np.arange(1, 21) if len(lists) == 1 else np.array([1, 2, 3, 5, 8, 13, 20])
     sizes = {min(len(p) for p, _ in lists), max(len(p) for p, _ in lists)}
     low, high = 0, sum((len(p) - 1) * steps for p, steps in lists)
     for order in (sign * k / size for size in sizes for sign in (-1, 1) for k in factors):
-        logs = [steps * logsumexp(np.arange(len(p)) * order, b=p) for p, steps in lists]
+        logs = [steps * _log_moment(p, order) for p, steps in lists]
         bound = (float(sum(logs)) + math.log(2 / cut)) / order
         if math.isfinite(bound) and order > 0:
             high = min(high, math.ceil(bound))
         elif math.isfinite(bound):
             low = max(low, math.floor(bound))
     return low, high
+
+
+def _log_moment(mass: np.ndarray, order: float) -> float:
+    """Returns ln Σ_k p_k e^{k·order}; SciPy's logsumexp takes four times as long."""
+    exponents = np.arange(len(mass)) * order
+    top = max(float(exponents[-1]), 0.0)
+    exponents -= top
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return float(np.log(mass @ np.exp(exponents, out=exponents))) + top
 
 
 def loss_scale(m: float, q: float, replace_one: bool) -> tuple[float, float, float]:
@@ -346,6 +353,7 @@ def _smallest_epsilon(losses: np.ndarray, mass: np.ndarray, infinite: float, tar
     return max(float(found[k]), 0.0)
 
 
+@lru_cache(maxsize=16)
 def trade_off(pld: Any) -> TradeOff:
     """Returns the trade-off curve of a distribution: the worse of its two directions, at every point.
 

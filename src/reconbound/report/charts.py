@@ -180,8 +180,8 @@ def success(view: View) -> Chart | None:
     if found.leading is None:
         return None
     lead, baselines = found.leading, np.geomspace(1e-4, 0.999, 60)
-    rows = [found.row(lead, float(k)) for k in baselines]
-    best = [found.mechanism_chance(lead, float(k)) for k in baselines]
+    rows = found.rows_at(lead, baselines)
+    best = found.mechanism_chances(lead, baselines)
     series = [
         (f"the most exposed {view.noun}", [r["max"] for r in rows], VERMILLION, "solid"),
         ("all but 1 in 100", [r["p99"] for r in rows], ORANGE, "dash"),

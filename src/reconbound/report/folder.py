@@ -21,6 +21,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,8 @@ from reconbound.report.formats import pixel_scale
 
 if TYPE_CHECKING:
     from reconbound.accounting.spec import Account
+    from reconbound.mechanisms import SampledGaussian
+    from reconbound.mechanisms.guarantee import Guarantee
 
 FORMAT = 1
 RUN, LEAKAGE, CHECKPOINTS = "run.json", "leakage.safetensors", "checkpoints"
@@ -278,12 +281,10 @@ def recomputed(run: Run, folder: str | os.PathLike[str]) -> Run:
         run: the public facts.
         folder: the audit's, for the warning.
     """
-    from reconbound.mechanisms.guarantee import guarantee
-
     try:
         account, delta = account_of(run), run.guarantee.get("delta")
         options = {} if delta is None else {"delta": delta}
-        found = guarantee(account.mechanism(), dim=account.features, low=0.0, high=1.0, **options).to_dict()
+        found = _floors_of(account.mechanism(), account.features, **options).to_dict()
     except (KeyError, TypeError, ValueError) as reason:
         raise files.Unreadable(f"{Path(folder) / RUN} names no mechanism that can be computed ({reason})") from None
     stored, computed = run.guarantee.get("epsilon"), found.get("epsilon")
@@ -292,6 +293,14 @@ def recomputed(run: Run, folder: str | os.PathLike[str]) -> Run:
         text = f"{Path(folder) / RUN} says ε = {stored}; its mechanism has ε = {computed}, which is reported"
         warn_user(text, UserWarning)
     return replace(run, guarantee=found)
+
+
+@lru_cache(maxsize=16)
+def _floors_of(mechanism: SampledGaussian, features: int, delta: float = 1e-5) -> Guarantee:
+    """Returns the guarantee of an audit, computed once for its pages, its comparison and its table."""
+    from reconbound.mechanisms.guarantee import guarantee
+
+    return guarantee(mechanism, dim=features, low=0.0, high=1.0, delta=delta)
 
 
 def account_of(run: Run) -> Account:

@@ -11,9 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from reconbound.accounting.divergence_queries import WorldDivergences, largest_divergence, mechanism_success
+from reconbound.accounting.divergence_queries import (
+    WorldDivergences,
+    largest_divergence,
+    mechanism_success,
+    mechanism_successes,
+)
 from reconbound.accounting.feature_ledger import average_floor
-from reconbound.bounds import success_estimate
+from reconbound.bounds import success_estimate, success_from_kl
 from reconbound.fisher.worlds import REMOVED
 from reconbound.report.folder import Leakage, Run, account_of
 from reconbound.report.formats import clean
@@ -129,7 +134,13 @@ class Success:
             world: the other world.
             baseline: κ, the chance of the same attack there.
         """
-        return np.asarray(self.towards(world).max_success(baseline).value)
+        if (world, baseline) not in self._chances:  # pages ask several times
+            self._chances[world, baseline] = np.asarray(self.towards(world).max_success(baseline).value)
+        return self._chances[world, baseline]
+
+    @cached_property
+    def _chances(self) -> dict[tuple[World, float], np.ndarray]:
+        return {}
 
     def mechanism_chance(self, world: World, baseline: float = SHOWN) -> float:
         """Returns the largest chance of success that the mechanism allows, whatever the data.
@@ -139,6 +150,15 @@ class Success:
             baseline: κ.
         """
         return self.towards(world).mechanism_success(baseline)
+
+    def mechanism_chances(self, world: World, baselines: np.ndarray) -> np.ndarray:
+        """Returns `mechanism_chance` for each of many baselines, (K,), in one go.
+
+        Args:
+            world: the other world.
+            baselines: κ, (K,).
+        """
+        return mechanism_successes(self._account, baselines, removed=self.towards(world).removed)
 
     def with_twice_the_noise(self, world: World, baseline: float = SHOWN) -> float:
         """Returns the largest chance of success that the mechanism would allow with twice its noise.
@@ -157,9 +177,12 @@ class Success:
             world: the other world.
             baseline: κ.
         """
-        upper, best = self.leakage.nats_upper, self.mechanism_chance(world, baseline)
+        return self._estimated(world, self.chances(world, baseline), self.mechanism_chance(world, baseline))
+
+    def _estimated(self, world: World, chances: np.ndarray, best: float) -> np.ndarray:
+        upper, towards = self.leakage.nats_upper, self.towards(world)
         limited = np.zeros(self.measured(world).shape, bool) if upper is None else upper[world.row].isfinite().numpy()
-        proved = (self.chances(world, baseline) >= best) | (self.nats(world) >= self.towards(world).cap)
+        proved = (chances >= best) | (towards.nats >= towards.cap)
         return np.asarray(~limited & ~proved)
 
     def row(self, world: World, baseline: float = SHOWN) -> dict[str, Any]:
@@ -173,12 +196,25 @@ class Success:
             world: the other world.
             baseline: κ.
         """
-        best, found = self.mechanism_chance(world, baseline), {"world": world.name, "baseline": baseline}
-        at, estimates = over_records(self.chances(world, baseline), ~self.estimated(world, baseline), best)
-        found |= at
+        return self._row(world, baseline, self.chances(world, baseline), self.mechanism_chance(world, baseline))
+
+    def rows_at(self, world: World, baselines: np.ndarray) -> list[dict[str, Any]]:
+        """Returns `row` for each of many baselines, in one go.
+
+        Args:
+            world: the other world.
+            baselines: κ, (K,).
+        """
+        best, nats = self.mechanism_chances(world, baselines), self.nats(world)
+        chances = np.minimum(success_from_kl(baselines[:, None], nats), best[:, None])
+        return [self._row(world, float(k), *at) for k, *at in zip(baselines, chances, best.tolist(), strict=True)]
+
+    def _row(self, world: World, baseline: float, chances: np.ndarray, best: float) -> dict[str, Any]:
+        at, estimates = over_records(chances, ~self._estimated(world, chances, best), best)
         basis = "upper limits" if self.limited(world) else "estimates"
         basis = "mechanism" if at["median"] >= best else basis
-        return {**found, "basis": basis, "without_limit": self.unlimited(world), "estimates": estimates}
+        found = {"world": world.name, "baseline": baseline, **at, "basis": basis}
+        return {**found, "without_limit": self.unlimited(world), "estimates": estimates}
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns a row for each world and baseline, for JSON."""

@@ -165,11 +165,17 @@ def public_assumptions(run: Run, noun: str, part: str) -> list[tuple[str, str]]:
     """
     mechanism, rates = run_mechanism(run), []
     if mechanism is not None:  # what it guarantees to somebody who has several rows
-        chances = [(k, format_percent(float(group_of(mechanism, k).rero(BLIND)))) for k in (2, 5, 10)]
+        chances = [(k, format_percent(chance)) for k, chance in _chances_of_groups(mechanism)]
         rates = [f"at most {chance} with {k} {noun}s" for k, chance in chances if chance != "100%"]
         rates += [f"not bounded with {k} {noun}s or more" for k, chance in chances if chance == "100%"][:1]
     facts = {"model": model_caveats(run.caveats), "rates": rates, "blind": format_percent(BLIND), "noise": ""}
     return _entries("assumptions-public.txt", run, noun=noun, part=part, **facts)
+
+
+@lru_cache(maxsize=64)
+def _chances_of_groups(mechanism: SampledGaussian) -> tuple[tuple[int, float], ...]:
+    """Returns for some numbers of rows the largest chance to rebuild the record of somebody who has so many."""
+    return tuple((k, float(group_of(mechanism, k).rero(BLIND))) for k in (2, 5, 10))
 
 
 def growth_note(view: View) -> str:
