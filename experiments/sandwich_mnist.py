@@ -9,19 +9,23 @@ runs says which records are exposed, and states floors and divergences (estimate
 record is attacked in trainings with it, without it, and with mid-grey in its place. The attacker knows all other
 records and who of them took part, sees every step, and does not know whether the record took part.
 
-The trainings with each record are shared by all; the others are 2 × 500 for each record. Records are rebuilt from 60
+The trainings with each record are shared by all; the others are 2 × 500 for each record. Records are rebuilt from 8
 trainings of each kind, which takes most of the time. --records, --trials and --rebuild make it shorter. Trainings run
-side by side, as many as the memory of gradients allows (attacks/trainings.py, FLOATS)."""
+side by side, as many as the memory of gradients allows (attacks/trainings.py, FLOATS), and so do --parts processes. A
+run that was cut off goes on with the records that have no row yet."""
 
 from __future__ import annotations
 
 import argparse
 import csv
+import subprocess
+import sys
 import time
 from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from reconbound import PrivateSGD, Settings
@@ -32,8 +36,8 @@ from reconbound.data import Dataset, load_dataset
 from reconbound.fisher.worlds import Replacement
 
 ROWS = Path(__file__).parent / "results"
-NAME = "sandwich_mnist.csv"
-NOISE, RATE, LR, STEPS, REBUILD = 0.6, 0.002, 2.0, 150, 60
+NAME, LEDGER = "sandwich_mnist.csv", "sandwich_mnist_ledger.safetensors"
+NOISE, RATE, LR, STEPS, REBUILD = 0.4, 0.002, 2.0, 150, 8
 #: Of the small form: 500 digits of 8 × 8 pixels, two records, few steps.
 SMALL = {"records": 3, "trials": 4, "steps": 6, "rate": 0.1, "limit": 500}
 
@@ -87,31 +91,55 @@ def row(one: Sandwich) -> dict[str, object]:
 
 
 def train(asked: argparse.Namespace) -> None:
+    """Makes the ledger, attacks the records in some processes side by side, and joins their rows."""
     device = torch.device(asked.device)
     if device.type == "cpu":
         torch.set_num_threads(1)
-    else:
-        trainings.FLOATS = 4_000_000_000  # 16 GB of gradients, and as much of trajectories
-    dataset, _, training = problem(asked.small, device, asked.steps, asked.noise)
+    _, _, training = problem(asked.small, device, asked.steps, asked.noise)
     begun = time.perf_counter()
-    floor, removed, replaced = stated_of(training)
+    stated = asked.out / LEDGER
+    if not stated.exists():
+        asked.out.mkdir(parents=True, exist_ok=True)
+        save_file(dict(zip(("floor", "removed", "grey"), stated_of(training), strict=True)), stated)
     print(f"{time.perf_counter() - begun:.0f} s: the ledger", flush=True)
-    targets = [
-        Target(i, Stated(float(floor[i]), float(removed[i]), float(replaced[i])), group)
-        for i, group in chosen(floor, asked.records)
-    ]
-    size = dataset.inputs[0].size
-    done = 0
+    if asked.parts == 1:
+        attack_part(training, asked, 0)
+    else:
+        words = [sys.executable, __file__, *sys.argv[1:], "--part"]
+        children = [subprocess.Popen([*words, str(part)]) for part in range(asked.parts)]
+        if any(child.wait() for child in children):
+            sys.exit("a part failed: the rows of the others are kept; give the same command again for the rest")
+    rows = [line for part in range(asked.parts) for line in csv.DictReader(part_file(asked.out, part).open())]
+    groups = {"most-exposed": 0, "least-exposed": 1, "random": 2}
+    write(asked.out / NAME, sorted(rows, key=lambda r: (groups[r["group"]], float(r["floor"]), int(r["record"]))))
 
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        print(f"{time.perf_counter() - begun:.0f} s: {done} of {3 * asked.trials * len(targets)}", flush=True)
 
-    plan = Plan(asked.trials, 12, torch.full((size,), 0.5, device=device), rebuild=asked.rebuild, advance=advance)
-    rows = [row(one) for one in attack_records(training, targets, with_family_confidence(plan, len(targets)))]
-    asked.out.mkdir(parents=True, exist_ok=True)
-    with open(asked.out / NAME, "w", newline="") as file:
+def attack_part(training: Training, asked: argparse.Namespace, part: int) -> None:
+    """Attacks every so-manieth record; each row is written when it is known, and rows that are there are kept."""
+    if training.inputs.device.type == "cuda":
+        trainings.FLOATS = 4_000_000_000 // asked.parts  # of 4 bytes; the trajectories take as much again
+    known = load_file(asked.out / LEDGER)
+    stated = zip(*(known[name].tolist() for name in ("floor", "removed", "grey")), strict=True)
+    each = [Stated(*numbers) for numbers in stated]
+    whole = [Target(i, each[i], group) for i, group in chosen(known["floor"], asked.records)]
+    file = part_file(asked.out, part)
+    rows: list[dict[str, object]] = [*csv.DictReader(file.open())] if file.exists() else []
+    there = {int(str(r["record"])) for r in rows}
+    targets = [target for target in whole[part :: asked.parts] if target.record not in there]
+    begun = time.perf_counter()
+    plan = Plan(asked.trials, 12, torch.full_like(training.inputs[0], 0.5).flatten(), rebuild=asked.rebuild)
+    for one in attack_records(training, targets, with_family_confidence(plan, len(whole))) if targets else ():
+        rows.append(row(one))
+        write(file, rows)
+        print(f"{time.perf_counter() - begun:.0f} s: {len(rows)} records in part {part}", flush=True)
+
+
+def part_file(folder: Path, part: int) -> Path:
+    return folder / f"{Path(NAME).stem}_part_{part}.csv"
+
+
+def write(path: Path, rows: list[dict[str, object]]) -> None:
+    with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         for found in rows:
@@ -145,6 +173,8 @@ def main() -> None:
     parser.add_argument("--rebuild", type=int, default=REBUILD, help=f"of them, to rebuild a record from ({REBUILD})")
     parser.add_argument("--steps", type=int, help=f"of a training ({STEPS})")
     parser.add_argument("--noise", type=float, default=NOISE, help=f"noise multiplier ({NOISE})")
+    parser.add_argument("--parts", type=int, default=1, help="processes side by side (1)")
+    parser.add_argument("--part", type=int, help=argparse.SUPPRESS)  # of a process that another one started
     parser.add_argument("--out", type=Path, default=ROWS, help="folder of the rows")
     asked = parser.parse_args()
     for name, full in (("records", 24), ("trials", 500), ("steps", STEPS)):
@@ -152,6 +182,9 @@ def main() -> None:
             setattr(asked, name, SMALL[name] if asked.small else full)
     if asked.train and asked.small and asked.out.resolve() == ROWS.resolve():
         parser.error("--small would replace the full-size results: give another folder by --out")
+    if asked.part is not None:
+        attack_part(problem(asked.small, torch.device(asked.device), asked.steps, asked.noise)[2], asked, asked.part)
+        return
     if asked.train:
         train(asked)
     table(asked.out / NAME)

@@ -110,13 +110,13 @@ def test_sandwich_of_two_records() -> None:
         assert one.both[1] <= one.both[0] <= one.both[2] <= np.square(one.truth - 0.5).mean() + 1e-12
         assert one.examples is not None
         assert one.examples.shape == (3, 3)
-    again = attack_records(training(0.1), [Target(2, Stated(1e-9, 50.0, 50.0), "random")], plan)[0]
+    again = next(attack_records(training(0.1), [Target(2, Stated(1e-9, 50.0, 50.0), "random")], plan))
     assert again.membership == first.membership
     assert np.array_equal(again.examples, first.examples)
 
 
 def test_membership_only_where_the_model_has_no_derivative() -> None:
-    one = attack_records(training(), [Target(2)], Plan(5, 7, GREY, rebuild=0))[0]
+    one = next(attack_records(training(), [Target(2)], Plan(5, 7, GREY, rebuild=0)))
     assert one.membership is not None
     assert one.both is not None
     assert (one.likeliest, one.probable, one.floor, one.examples, one.close_chances) == (None,) * 5
@@ -124,7 +124,7 @@ def test_membership_only_where_the_model_has_no_derivative() -> None:
 
 def test_records_are_rebuilt_from_so_many_trainings(monkeypatch) -> None:
     monkeypatch.setattr("reconbound.attacks.trainings.FLOATS", 2 * training().size * 3 * training().steps + 1)
-    one = attack_records(training(0.1), [Target(2)], Plan(5, 7, GREY, rebuild=3))[0]
+    one = next(attack_records(training(0.1), [Target(2)], Plan(5, 7, GREY, rebuild=3)))
     assert one.membership is not None
     assert one.probable is not None
     assert one.likeliest is not None
@@ -132,9 +132,9 @@ def test_records_are_rebuilt_from_so_many_trainings(monkeypatch) -> None:
 
 
 def test_no_likeliest_record_where_a_guess_is_better_or_the_model_is_large(monkeypatch) -> None:
-    assert attack_records(training(9.0), [Target(2)], Plan(4, 7, GREY))[0].likeliest is None
+    assert next(attack_records(training(9.0), [Target(2)], Plan(4, 7, GREY))).likeliest is None
     monkeypatch.setattr("reconbound.attacks.sandwich.FLOATS", 200)
-    one = attack_records(training(0.1), [Target(2)], Plan(4, 7, GREY))[0]
+    one = next(attack_records(training(0.1), [Target(2)], Plan(4, 7, GREY)))
     assert (one.likeliest, one.floor) == (None, None)
     assert one.probable is not None
 

@@ -8,7 +8,7 @@ whether the record took part. An attack that beats what binds it shows a fault.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -191,10 +191,11 @@ def pieces_of(trials: int, records: int) -> int:
     return 3 * trials * records
 
 
-def attack_records(training: Training, targets: Sequence[Target], plan: Plan) -> list[Sandwich]:
+def attack_records(training: Training, targets: Sequence[Target], plan: Plan) -> Iterator[Sandwich]:
     """Attacks records in fresh trainings: in the real world, in that without each, and in that with a reference.
 
-    The trainings in the real world are the same for all records; the others are each record's own.
+    The trainings in the real world are the same for all records and done at once; the others are each record's own,
+    done as the results are asked for.
 
     Args:
         training: what is trained.
@@ -211,7 +212,7 @@ def attack_records(training: Training, targets: Sequence[Target], plan: Plan) ->
     for part in train_many(training, plan.trials, derive(plan.seed, "real"), records=chosen):
         for one in attackers:
             one.see(part, "real")
-    return [one.finish() for one in attackers]
+    return (one.finish() for one in attackers)
 
 
 class _Attacker:
