@@ -27,6 +27,8 @@ from reconbound.validate.private import Private, Problem
 
 #: Floats in the gradients of one step of all trainings, and in the trajectories of trainings that are held at once.
 FLOATS = 40_000_000
+#: Floats in gradients that are computed at once, even where FLOATS is more.
+GRADIENTS = 1_000_000_000
 
 
 @dataclass(frozen=True, repr=False)
@@ -205,7 +207,7 @@ def clipped_sums(training: Training, w: Tensor, took: Tensor, world: Sequence[Ch
             own, column = here.nonzero(as_tuple=True)
             inputs[own, column] = one.inputs.to(inputs).expand(len(w), *inputs.shape[2:])[own]
     gradients = vmap(vmap(_record_gradient(training), in_dims=(None, 0, 0)))
-    total, size = torch.zeros_like(w), max(1, FLOATS // (len(w) * training.size))
+    total, size = torch.zeros_like(w), max(1, min(FLOATS, GRADIENTS) // (len(w) * training.size))
     for at in range(0, most, size):
         rows = slice(at, at + size)
         g = gradients(w, inputs[:, rows], training.targets[index[:, rows]])
