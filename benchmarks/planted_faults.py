@@ -150,7 +150,7 @@ def examine(fault: str, trials: int = TRIALS) -> Verdict:
         training = problem(noise)
         stated, error = stated_of(training, fault)
         plan = Plan(trials, 11, torch.tensor([GREY], dtype=torch.float64), torch.tensor(PRIVATE), inside=(0.0, 4.0))
-        results.append((attack_records(training, [Target(RECORD, stated)], plan)[0], error))
+        results.append((next(attack_records(training, [Target(RECORD, stated)], plan)), error))
     (small, _), (large, error) = results
     likeliest, floor, tried = small.likeliest, small.target.stated.floor, large.membership
     nats = large.target.stated.removed

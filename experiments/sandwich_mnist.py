@@ -1,17 +1,21 @@
 """A floor below and real attacks above, for the paper's MNIST network on a GPU.
 
-    python experiments/sandwich_mnist.py --train --device cuda        for a GPU: 24 records, 500 trainings of each kind
+    python experiments/sandwich_mnist.py --train --device cuda        for a GPU: 24 records, 1,500 trainings
     python experiments/sandwich_mnist.py --train --small --out FOLDER to try the script on a CPU: 8 × 8 digits, a minute
     python experiments/sandwich_mnist.py                              the table from the rows
 
-Every training begins with fresh parameters; Poisson batches, smooth clip 1, torch's SGD. PrivateSGD's ledger of two
-runs says which records are exposed, and states floors and divergences (estimates: limits need more runs). Then each
-record is attacked in trainings with it, without it, and with mid-grey in its place. The attacker knows all other
-records and who of them took part, sees every step, and does not know whether the record took part.
+6,000 digits: then a record takes part in most trainings of 100 Poisson batches of about 60. Smooth clip 4, torch's SGD,
+fresh parameters for every training. PrivateSGD's ledger of four runs says which records are exposed, and states floors
+and divergences (estimates: limits need more runs).
 
-The trainings with each record are shared by all; the others are 2 × 500 for each record. Records are rebuilt from 60
-trainings of each kind, which takes most of the time. --records, --trials and --rebuild make it shorter. Trainings run
-side by side, as many as the memory of gradients allows (attacks/trainings.py, FLOATS)."""
+The records are attacked together (attacks/sandwich.py): every training draws for each of them whether it is there, left
+out, or mid-grey, a third each. So each record has about 500 trainings in each of its worlds. The attacker of a record
+knows all others, also in which worlds they are, and who of them took part. It sees every step, and does not know
+whether the record took part. What is stated is about the data as they are; in the trainings 24 of the 6,000 records are
+in random worlds. "removed_here" and "replaced_here" are D in the trainings themselves.
+
+Records are rebuilt from 6 trainings of each kind. All trainings are held in memory at once (47 GB). Each row is written
+when it is known. A run that was cut off goes on with the records that have no row yet, in trainings of their own."""
 
 from __future__ import annotations
 
@@ -22,6 +26,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from reconbound import PrivateSGD, Settings
@@ -33,23 +38,27 @@ from reconbound.fisher.worlds import Replacement
 
 ROWS = Path(__file__).parent / "results"
 NAME = "sandwich_mnist.csv"
-NOISE, RATE, LR, STEPS, REBUILD = 0.6, 0.002, 2.0, 150, 60
-#: Of the small form: 500 digits of 8 × 8 pixels, two records, few steps.
-SMALL = {"records": 3, "trials": 4, "steps": 6, "rate": 0.1, "limit": 500}
+GROUPS = ("most-exposed", "least-exposed", "random")
+LIMIT, NOISE, CLIP, RATE, LR, STEPS, REBUILD = 6000, 0.35, 4.0, 0.01, 0.5, 100, 6
+#: Of the ledger: records measured over records trained on, and runs.
+BUDGET, RUNS = 10.0, 4
+#: Of the small form: 500 digits of 8 × 8 pixels, three records, few steps.
+SMALL = {"records": 3, "trials": 12, "steps": 6, "rate": 0.1, "limit": 500}
 
 
 def problem(small: bool, device: torch.device, steps: int, noise: float) -> tuple[Dataset, str, Training]:
     """Returns the data, the kind of the model, and the training in float32."""
-    dataset = load_dataset("digits", limit=SMALL["limit"]) if small else load_dataset("mnist")
+    dataset = load_dataset("digits", limit=SMALL["limit"]) if small else load_dataset("mnist", limit=LIMIT)
     kind = "mlp" if small else "cnn"
     model = make_model(dataset, kind, seed=0).to(device)
-    settings = Settings(noise, 1.0, SMALL["rate"] if small else RATE, lr=LR, seed=2**100 + 7, rules=("exact",))
+    rate = SMALL["rate"] if small else RATE
+    settings = Settings(noise, CLIP, rate, lr=LR, seed=2**100 + 7, rules=("exact",), budget=BUDGET)
     inputs, targets = torch.from_numpy(dataset.inputs).to(device), torch.from_numpy(dataset.targets).to(device)
     fresh = partial(start_afresh, dataset, kind)
     return dataset, kind, Training(model, make_loss(dataset), inputs, targets, settings, steps, fresh)
 
 
-def stated_of(training: Training, runs: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+def stated_of(training: Training, runs: int = RUNS) -> tuple[Tensor, Tensor, Tensor]:
     """1/dFIL, and D without the record and with mid-grey in its place, of every record by PrivateSGD's ledger."""
     learner = PrivateSGD(
         training.model, training.loss_fn, training.inputs, training.targets, training.settings,
@@ -61,19 +70,20 @@ def stated_of(training: Training, runs: int = 2) -> tuple[Tensor, Tensor, Tensor
 
 
 def chosen(floor: Tensor, count: int) -> list[tuple[int, str]]:
-    """A third each: the most exposed, the least exposed, and random ones."""
+    """A third each: the most exposed, the least exposed, and random ones; one of each in turn."""
     order = [int(i) for i in torch.nan_to_num(floor, posinf=float("inf")).argsort()]
     third = max(1, count // 3)
     middle = order[third:-third]
     drawn = torch.randperm(len(middle), generator=torch.Generator().manual_seed(0))[:third]
-    groups = {"most-exposed": order[:third], "least-exposed": order[-third:], "random": [middle[int(i)] for i in drawn]}
-    return [(i, name) for name, group in groups.items() for i in group]
+    turns = zip(order[:third], order[: -third - 1 : -1], (middle[int(i)] for i in drawn), strict=True)
+    return [found for turn in turns for found in zip(turn, GROUPS, strict=True)]
 
 
-def row(one: Sandwich) -> dict[str, object]:
+def row(one: Sandwich, training: Training) -> dict[str, object]:
     stated, tried, close, probable = one.target.stated, one.membership, one.close_chances, one.probable
     assert tried is not None
     found: dict[str, object] = {"record": one.target.record, "group": one.target.group, "trials": tried.trials}
+    found |= {"noise": training.settings.noise_multiplier, "steps": training.steps}
     found |= {"floor": stated.floor, "removed": stated.removed, "replaced": stated.replaced, "guess": one.guess}
     found |= {"removed_here": one.nats[0][0], "removed_error": one.nats[0][1], "replaced_here": one.nats[1][0]}
     found |= {"two_point": one.two_point}
@@ -87,31 +97,37 @@ def row(one: Sandwich) -> dict[str, object]:
 
 
 def train(asked: argparse.Namespace) -> None:
-    device = torch.device(asked.device)
+    """Makes the ledger, and attacks the records that have no row; each row is written when it is known."""
+    device, begun = torch.device(asked.device), time.perf_counter()
     if device.type == "cpu":
         torch.set_num_threads(1)
     else:
-        trainings.FLOATS = 4_000_000_000  # 16 GB of gradients, and as much of trajectories
-    dataset, _, training = problem(asked.small, device, asked.steps, asked.noise)
-    begun = time.perf_counter()
-    floor, removed, replaced = stated_of(training)
-    print(f"{time.perf_counter() - begun:.0f} s: the ledger", flush=True)
-    targets = [
-        Target(i, Stated(float(floor[i]), float(removed[i]), float(replaced[i])), group)
-        for i, group in chosen(floor, asked.records)
-    ]
-    size = dataset.inputs[0].size
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        print(f"{time.perf_counter() - begun:.0f} s: {done} of {3 * asked.trials * len(targets)}", flush=True)
-
-    plan = Plan(asked.trials, 12, torch.full((size,), 0.5, device=device), rebuild=asked.rebuild, advance=advance)
-    rows = [row(one) for one in attack_records(training, targets, with_family_confidence(plan, len(targets)))]
+        trainings.FLOATS = 12_000_000_000  # of 4 bytes: the trajectories of 1,500 trainings at once
+    _, _, training = problem(asked.small, device, asked.steps, asked.noise)
     asked.out.mkdir(parents=True, exist_ok=True)
-    with open(asked.out / NAME, "w", newline="") as file:
+    ledger = asked.out / f"sandwich_mnist_ledger_{asked.noise:g}_{asked.steps}.safetensors"
+    if not ledger.exists():
+        save_file(dict(zip(("floor", "removed", "grey"), stated_of(training), strict=True)), ledger)
+    print(f"{time.perf_counter() - begun:.0f} s: the ledger; now the trainings", flush=True)
+    known = load_file(ledger)
+    stated = [Stated(*each) for each in zip(*(known[n].tolist() for n in ("floor", "removed", "grey")), strict=True)]
+    whole = [Target(i, stated[i], group) for i, group in chosen(known["floor"], asked.records)]
+    there = {str(target.record): target for target in whole}
+    path, kind = asked.out / NAME, (f"{asked.noise:.6g}", str(asked.steps))
+    before = csv.DictReader(path.read_text().splitlines()) if path.exists() else ()
+    rows: list[dict[str, object]] = [r for r in before if r["record"] in there and (r["noise"], r["steps"]) == kind]
+    done = {r["record"] for r in rows}
+    targets = [target for name, target in there.items() if name not in done]
+    grey = torch.full_like(training.inputs[0], 0.5).flatten()
+    plan = Plan(asked.trials, 12 + len(rows), grey, rebuild=asked.rebuild, together=True)
+    for one in attack_records(training, targets, with_family_confidence(plan, len(whole))) if targets else ():
+        rows.append(row(one, training))
+        write(path, sorted(rows, key=lambda r: (GROUPS.index(str(r["group"])), float(str(r["floor"])))))
+        print(f"{time.perf_counter() - begun:.0f} s: {len(rows)} of {len(whole)} records", flush=True)
+
+
+def write(path: Path, rows: list[dict[str, object]]) -> None:
+    with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         for found in rows:
@@ -141,7 +157,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--small", action="store_true", help="8 × 8 digits, few trainings: to try the script")
     parser.add_argument("--records", type=int, help="in three groups (24)")
-    parser.add_argument("--trials", type=int, help="trainings of each kind (500)")
+    parser.add_argument("--trials", type=int, help="trainings of each kind, on average (500)")
     parser.add_argument("--rebuild", type=int, default=REBUILD, help=f"of them, to rebuild a record from ({REBUILD})")
     parser.add_argument("--steps", type=int, help=f"of a training ({STEPS})")
     parser.add_argument("--noise", type=float, default=NOISE, help=f"noise multiplier ({NOISE})")

@@ -25,6 +25,7 @@ from reconbound.attacks.sandwich import (
     pieces_of,
     with_family_confidence,
 )
+from reconbound.attacks.trainings import clipped_sums
 from reconbound.bounds import success_from_kl
 from reconbound.training.settings import Settings
 
@@ -63,6 +64,52 @@ def test_worlds_without_a_record_and_with_another() -> None:
     assert 0 < int(first.sum()) < 8
     assert torch.allclose(removed.clean[~first, 0], real.clean[~first, 0])
     assert not torch.allclose(removed.clean[first, 0], real.clean[first, 0])
+
+
+def worlds_of_three_records() -> tuple[torch.Tensor, list[Changed]]:
+    """Returns the world of records 2, 5 and 0 in eight trainings (0: real, 1: left out, 2: grey), and the changes."""
+    drawn = torch.randint(3, (8, 3), generator=torch.Generator().manual_seed(4))
+    assert len(set(map(tuple, drawn.tolist()))) > 5
+    changes = [
+        Changed(record, inputs, drawn[:, k] == kind)
+        for k, record in enumerate((2, 5, 0))
+        for kind, inputs in ((1, None), (2, GREY[None]))
+    ]
+    return drawn, changes
+
+
+def test_sums_of_trainings_with_worlds_of_their_own_are_those_of_single_worlds() -> None:
+    given, (drawn, changes) = training(), worlds_of_three_records()
+    generator = torch.Generator().manual_seed(2)
+    w = torch.randn(8, given.size, generator=generator, dtype=torch.float64)
+    took = torch.rand(8, 14, generator=generator) < 0.7
+    for k, record in enumerate((2, 5, 0)):
+        took[drawn[:, k] == 1, record] = False  # as `_train` does
+    found = clipped_sums(given, w, took, changes)
+    for trial in range(8):
+        x = given.inputs.clone()
+        x[[record for k, record in enumerate((2, 5, 0)) if drawn[trial, k] == 2]] = GREY
+        alone = clipped_sums(replace(given, inputs=x), w, took)  # all trainings in the world of this one
+        assert torch.equal(found[trial], alone[trial])
+    assert not torch.allclose(found, clipped_sums(given, w, took))
+
+
+def test_trainings_with_worlds_of_their_own_are_those_of_single_worlds(monkeypatch) -> None:
+    given, (drawn, changes) = training(), worlds_of_three_records()
+    (mixed,) = train_many(given, 8, 9, world=changes)
+    for trial in range(8):
+        x = given.inputs.clone()
+        x[[record for k, record in enumerate((2, 5, 0)) if drawn[trial, k] == 2]] = GREY
+        without = [Changed(record) for k, record in enumerate((2, 5, 0)) if drawn[trial, k] == 1]
+        (alone,) = train_many(replace(given, inputs=x), 8, 9, world=without)
+        assert torch.allclose(mixed.sums[trial], alone.sums[trial], rtol=1e-10, atol=1e-12)
+        assert torch.equal(mixed.took[trial], alone.took[trial])
+    monkeypatch.setattr("reconbound.attacks.trainings.FLOATS", 3 * given.size * 24)  # three trainings at a time
+    took = torch.cat([part.took for part in train_many(given, 8, 9, world=changes)])
+    for k, record in enumerate((2, 5, 0)):
+        here = took[:, :, record].any(1)
+        assert not bool(here[drawn[:, k] == 1].any())
+        assert bool(here[drawn[:, k] != 1].any())
 
 
 def test_parts_of_trainings_are_independent_and_all_are_there(monkeypatch) -> None:
@@ -110,13 +157,56 @@ def test_sandwich_of_two_records() -> None:
         assert one.both[1] <= one.both[0] <= one.both[2] <= np.square(one.truth - 0.5).mean() + 1e-12
         assert one.examples is not None
         assert one.examples.shape == (3, 3)
-    again = attack_records(training(0.1), [Target(2, Stated(1e-9, 50.0, 50.0), "random")], plan)[0]
+    again = next(attack_records(training(0.1), [Target(2, Stated(1e-9, 50.0, 50.0), "random")], plan))
     assert again.membership == first.membership
     assert np.array_equal(again.examples, first.examples)
 
 
+def test_together_is_the_same_as_one_world_at_a_time_for_a_single_record() -> None:
+    plan = Plan(300, 7, GREY, rebuild=0)
+    apart, together = (
+        next(attack_records(training(0.7), [Target(2)], replace(plan, together=way))) for way in (False, True)
+    )
+    assert together.membership != apart.membership
+    for one, other in ((apart.membership, together.membership), (apart.replaced, together.replaced)):
+        assert one is not None
+        assert other is not None
+        assert abs(other.trials - 300) < 4 * (900 * 2 / 9) ** 0.5
+        assert abs(one.learned - other.learned) < 4 * np.hypot(one.learned_error, other.learned_error)
+        for name in ("hits", "false_hits"):  # chances in about 300 trainings each
+            assert abs(getattr(one, name) - getattr(other, name)) < 4 * (2 * 0.25 / 250) ** 0.5
+    for (one_d, one_error), (other_d, other_error) in zip(apart.nats, together.nats, strict=True):
+        assert abs(one_d - other_d) < 4 * np.hypot(one_error, other_error)
+
+
+def test_together_each_record_learns_the_divergence_of_its_own_trainings(monkeypatch) -> None:
+    monkeypatch.setattr("reconbound.attacks.trainings.FLOATS", 3 * training().size * 24 * 50)
+    ticks: list[int] = []
+    plan = Plan(400, 7, GREY, rebuild=3, together=True, advance=ticks.append)
+    targets = [Target(record, group="random") for record in (2, 5, 0, 9)]
+    found = list(attack_records(training(0.7), targets, plan))
+    assert [one.target.record for one in found] == [2, 5, 0, 9]
+    assert sum(ticks) == pieces_of(400, 4)
+    for one in found:
+        for tried, (nats, error) in zip((one.membership, one.replaced), one.nats, strict=True):
+            assert tried is not None
+            assert tried.learned_error < 0.15
+            assert abs(tried.learned - nats) < 4 * np.hypot(tried.learned_error, error)
+            assert tried.nats <= nats + 4 * error
+        assert one.probable is not None
+        assert one.probable.trials == 3
+    assert len({one.membership.trials for one in found if one.membership is not None}) > 1
+
+
+def test_records_together_must_be_different_and_in_each_world_more_than_once() -> None:
+    with pytest.raises(InputError, match="records must be different ones"):
+        next(attack_records(training(), [Target(2), Target(2)], Plan(20, 0, GREY, together=True)))
+    with pytest.raises(InputError, match="trials must be larger"):
+        next(attack_records(training(), [Target(2), Target(5)], Plan(2, 0, GREY, together=True)))
+
+
 def test_membership_only_where_the_model_has_no_derivative() -> None:
-    one = attack_records(training(), [Target(2)], Plan(5, 7, GREY, rebuild=0))[0]
+    one = next(attack_records(training(), [Target(2)], Plan(5, 7, GREY, rebuild=0)))
     assert one.membership is not None
     assert one.both is not None
     assert (one.likeliest, one.probable, one.floor, one.examples, one.close_chances) == (None,) * 5
@@ -124,7 +214,7 @@ def test_membership_only_where_the_model_has_no_derivative() -> None:
 
 def test_records_are_rebuilt_from_so_many_trainings(monkeypatch) -> None:
     monkeypatch.setattr("reconbound.attacks.trainings.FLOATS", 2 * training().size * 3 * training().steps + 1)
-    one = attack_records(training(0.1), [Target(2)], Plan(5, 7, GREY, rebuild=3))[0]
+    one = next(attack_records(training(0.1), [Target(2)], Plan(5, 7, GREY, rebuild=3)))
     assert one.membership is not None
     assert one.probable is not None
     assert one.likeliest is not None
@@ -132,9 +222,9 @@ def test_records_are_rebuilt_from_so_many_trainings(monkeypatch) -> None:
 
 
 def test_no_likeliest_record_where_a_guess_is_better_or_the_model_is_large(monkeypatch) -> None:
-    assert attack_records(training(9.0), [Target(2)], Plan(4, 7, GREY))[0].likeliest is None
+    assert next(attack_records(training(9.0), [Target(2)], Plan(4, 7, GREY))).likeliest is None
     monkeypatch.setattr("reconbound.attacks.sandwich.FLOATS", 200)
-    one = attack_records(training(0.1), [Target(2)], Plan(4, 7, GREY))[0]
+    one = next(attack_records(training(0.1), [Target(2)], Plan(4, 7, GREY)))
     assert (one.likeliest, one.floor) == (None, None)
     assert one.probable is not None
 

@@ -82,6 +82,7 @@ def test_attacker_who_knows_participation_sees_those_steps_only() -> None:
     u = known.gradients(z[None], seen.params)[0]
     expected = ((seen.left[0] * u).sum() - u.square().sum() / 2) / seen.scale**2
     assert float(known.log_ratio(seen, z)[0]) == pytest.approx(float(expected), rel=1e-12)
+    assert torch.equal(known.log_ratio(seen, known.gradients_at(seen.params, z)), known.log_ratio(seen, z))
 
 
 def test_sums_before_noise_are_the_learners() -> None:

@@ -152,6 +152,18 @@ class SGDKnowledge:
         """Returns the function (z (M, d), params (M, T, p)) → clipped gradients u, (M, T, p)."""
         return vmap(vmap(self._gradient, in_dims=(None, 0)))
 
+    def gradients_at(self, params: Tensor, z: Tensor) -> Tensor:
+        """Returns the clipped gradients at all steps of M trainings, (M, T, p), computed in blocks.
+
+        Args:
+            params: before each step, (M, T, p).
+            z: private features, (d,) or (M, d); or these gradients themselves, (M, T, p), if they are known already.
+        """
+        if z.dim() == 3:
+            return z
+        whole = z.expand(len(params), -1)
+        return torch.cat([self.gradients(whole, params[:, rows]) for rows in _blocks(params)], dim=1)
+
     @cached_property
     def _moved(self) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """Returns the function (z (M, d), params (M, T, p), root (d, k)) → ∂u/∂c for z + root·c, (M, T, p, k)."""
@@ -210,13 +222,12 @@ class SGDKnowledge:
 
         Args:
             seen: the transcript of M trainings.
-            z: private features, (d,) or (M, d).
+            z: private features, (d,) or (M, d), or their gradients; see `gradients_at`.
         """
-        whole = z.expand(len(seen), -1)
-        found, scale = z.new_zeros(len(seen)), z.new_full((len(seen),), seen.scale)
+        u = self.gradients_at(seen.params, z)
+        found, scale = u.new_zeros(len(seen)), u.new_full((len(seen),), seen.scale)
         for rows in self.steps_of(seen, 1):
-            u = self.gradients(whole, seen.params[:, rows])
-            found += self._terms(seen, u, seen.left[:, rows], rows, scale)[0].sum(1)
+            found += self._terms(seen, u[:, rows], seen.left[:, rows], rows, scale)[0].sum(1)
         return found
 
     def _terms(self, seen: Transcript, u: Tensor, left: Tensor, rows: slice, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -265,18 +276,18 @@ class SGDKnowledge:
 
         Args:
             seen: the transcript of M trainings.
-            z: the record's private features, (d,).
-            other: those of the other world, (d,); None: the record is left out there.
+            z: the record's private features, (d,) or (M, d), or their gradients; see `gradients_at`.
+            other: those of the other world, likewise; None: the record is left out there.
         """
-        found = torch.zeros(len(seen), dtype=torch.float64, device=z.device)
-        rate = self.settings.sample_rate
+        u, rate = self.gradients_at(seen.params, z), self.settings.sample_rate
+        v = None if other is None else self.gradients_at(seen.params, other)
+        found = torch.zeros(len(seen), dtype=torch.float64, device=u.device)
         for rows in self.steps_of(seen, 2):
-            w = seen.params[:, rows]
-            a = self.gradients(z.expand(len(seen), -1), w).double() / seen.scale
-            if other is None:
+            a = u[:, rows].double() / seen.scale
+            if v is None:
                 found += poisson_kl(a.norm(dim=2), rate).sum(1)
                 continue
-            b = self.gradients(other.expand(len(seen), -1), w).double() / seen.scale
+            b = v[:, rows].double() / seen.scale
             apart = (a - b).square().sum(2)
             found += poisson_pair_kl(a.norm(dim=2), b.norm(dim=2), (a * b).sum(2), rate, squared_distance=apart).sum(1)
         return found
@@ -293,8 +304,8 @@ def transcript_of(
         released: the trajectory of M trainings, with sums before noise.
         known: what the attacker knows.
         record: the index of the record.
-        own: the private features that the record really had in these trainings, (d,); None: it was left out. They only
-            serve to compute the others' sum.
+        own: the private features that the record really had in these trainings, (d,) or (M, d), or their gradients
+            (see `SGDKnowledge.gradients_at`); None: it was left out. They only serve to compute the others' sum.
         participation: whether the attacker knows in which steps the record took part.
     """
     if released.clean is None:
@@ -302,9 +313,7 @@ def transcript_of(
     settings, left = known.settings, released.sums - released.clean
     took = released.took_part(record)
     if own is not None:
-        whole = own.expand(len(left), -1)
-        parts = [known.gradients(whole, released.params[:, rows]) for rows in _blocks(left)]
-        left = left + took[:, :, None] * torch.cat(parts, dim=1)
+        left.addcmul_(took[:, :, None].to(left), known.gradients_at(released.params, own))
     scale = settings.noise_multiplier * settings.max_grad_norm
     if not participation:
         return Transcript(released.params, left, scale, settings.sample_rate)

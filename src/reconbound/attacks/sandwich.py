@@ -8,7 +8,7 @@ whether the record took part. An attack that beats what binds it shows a fault.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,7 +19,7 @@ from scipy.special import expit
 from torch import Tensor
 
 from reconbound._internal.checks import InputError, whole
-from reconbound._internal.rng import derive
+from reconbound._internal.rng import derive, numbers_of
 from reconbound.attacks.knowledge import SGDKnowledge, transcript_of
 from reconbound.attacks.limits import (
     Distinguished,
@@ -29,11 +29,13 @@ from reconbound.attacks.limits import (
     mean_limits,
     reconstruction_of,
 )
-from reconbound.attacks.private_sgd import DIRECTIONS, LikeliestRecord, Membership, OneOf, with_expectation
+from reconbound.attacks.private_sgd import DIRECTIONS, LikeliestRecord, with_expectation
 from reconbound.attacks.trainings import Changed, Training, train_many
 from reconbound.bounds import success_from_kl, two_point_floor
 from reconbound.training.trajectory import Trajectory
 
+#: Of one record: as it is, left out, and with the reference in its place.
+WORLDS = ("real", "removed", "replaced")
 #: Floats in the Jacobians of one training: above it no likeliest record is sought, and the prior has fewer directions.
 FLOATS = 50_000_000
 #: Answers of each record that are kept, records of its class that a prior needs, steps of a search.
@@ -165,7 +167,7 @@ class Plan:
     """Says how records are attacked.
 
     Attributes:
-        trials: trainings in each world, at least 2.
+        trials: trainings in each world, at least 2; on average, where records are attacked together.
         seed: of the trainings.
         reference: public values in the place of a record's private features in the other world, (d,).
         private: flat indices of the private features; None for all.
@@ -173,6 +175,7 @@ class Plan:
             with derivatives; None: all; 0: none; otherwise at least 2.
         inside: the lowest and the largest value of a feature: answers of the informed attacker are moved there.
         confidence: of the limits of each record.
+        together: whether every training draws the world of each attacked record anew; see `attack_records`.
         advance: called with a number of finished pieces of work; see `pieces_of`.
     """
 
@@ -183,6 +186,7 @@ class Plan:
     rebuild: int | None = None
     inside: tuple[float, float] = (0.0, 1.0)
     confidence: float = 0.95
+    together: bool = False
     advance: Callable[[int], None] = lambda n: None
 
 
@@ -191,15 +195,25 @@ def pieces_of(trials: int, records: int) -> int:
     return 3 * trials * records
 
 
-def attack_records(training: Training, targets: Sequence[Target], plan: Plan) -> list[Sandwich]:
+def attack_records(training: Training, targets: Sequence[Target], plan: Plan) -> Iterator[Sandwich]:
     """Attacks records in fresh trainings: in the real world, in that without each, and in that with a reference.
 
-    The trainings in the real world are the same for all records; the others are each record's own.
+    One record after the other: the trainings in the real world are the same for all records and done at once; the
+    others are each record's own, done as the results are asked for. k records take trials × (1 + 2k) trainings.
+
+    Together: trials × 3 trainings for any number of records. Each draws the world of each record, independently and
+    with chance 1/3 each. The attacker of a record knows the worlds of all others. For whoever looks at one record the
+    trainings are independent and equally distributed in each of its worlds, so that all limits hold. But the other
+    records are not exactly those of the data: the attacked ones among them may be left out or replaced. What is stated
+    is about the data as they are, so together is for few records among many; `Sandwich.nats` is right in any case.
 
     Args:
         training: what is trained.
         targets: the records, with what is stated of them.
         plan: how they are attacked.
+
+    Yields:
+        What was found of each record, in their order.
     """
     whole("trials", plan.trials, at_least=2)
     if plan.rebuild is not None and plan.rebuild != 0:
@@ -208,10 +222,46 @@ def attack_records(training: Training, targets: Sequence[Target], plan: Plan) ->
     if not chosen or min(chosen) < 0 or max(chosen) >= len(training.inputs):
         raise InputError("records", f"must be some indices from 0 to {len(training.inputs) - 1}", chosen[:5])
     attackers = [_Attacker(training, target, plan) for target in targets]
+    return _attacked_together(training, attackers, plan) if plan.together else _attacked(training, attackers, plan)
+
+
+def _attacked(training: Training, attackers: Sequence[_Attacker], plan: Plan) -> Iterator[Sandwich]:
+    """Attacks one record after the other."""
+    chosen = [one.target.record for one in attackers]
     for part in train_many(training, plan.trials, derive(plan.seed, "real"), records=chosen):
         for one in attackers:
             one.see(part, "real")
-    return [one.finish() for one in attackers]
+    for one in attackers:
+        i = one.target.record
+        for world in WORLDS[1:]:
+            seed = derive(plan.seed, world, i)
+            for part in train_many(training, plan.trials, seed, records=[i], world=one.changed(world)):
+                one.see(part, world)
+        yield one.finish()
+
+
+def _attacked_together(training: Training, attackers: Sequence[_Attacker], plan: Plan) -> Iterator[Sandwich]:
+    """Attacks all records in the same trainings, in each of which every record is in a world of its own."""
+    chosen, number, at = [one.target.record for one in attackers], 3 * plan.trials, 0
+    drawn = torch.from_numpy(numbers_of(plan.seed, "worlds", 0).integers(3, size=(number, len(chosen))))
+    if len(set(chosen)) < len(chosen):
+        raise InputError("records", "must be different ones, to be attacked together", chosen)
+    if min(int((drawn == world).sum(0).min()) for world in range(3)) < 2:
+        raise InputError("trials", "must be larger: some record is in one of its worlds less than twice", plan.trials)
+    drawn = drawn.to(training.inputs.device)
+    worlds = [
+        replace(one.changed(world), where=drawn[:, k] == WORLDS.index(world))
+        for k, one in enumerate(attackers)
+        for world in WORLDS[1:]
+    ]
+    for part in train_many(training, number, derive(plan.seed, "together"), records=chosen, world=worlds):
+        own = drawn[at : at + len(part.params)]
+        at += len(own)
+        for k, one in enumerate(attackers):
+            for world in WORLDS:
+                one.see(part.of(own[:, k] == WORLDS.index(world)), world)
+            if at == number:
+                yield one.finish()
 
 
 class _Attacker:
@@ -245,22 +295,25 @@ class _Attacker:
     def see(self, part: Trajectory, world: str) -> None:
         """Attacks some trainings of a world: "real", "removed" or "replaced"."""
         known, plan = self.known, self.plan
-        own = {"real": self.truth, "removed": None, "replaced": self.reference}[world]
+        if not len(part.params):
+            return
+        truth = known.gradients_at(part.params, self.truth)  # once: most of the time goes into gradients
+        other = truth if world == "removed" else known.gradients_at(part.params, self.reference)
+        own = {"real": truth, "removed": None, "replaced": other}[world]
         seen = transcript_of(part, known, self.target.record, own)
-        pair = None
+        scores = known.log_ratio(seen, truth).double()
         if world != "replaced":
-            self._keep(f"removed: {world}", np.asarray(Membership(self.truth)(seen, known).scores)[:, 0])
+            self._keep(f"removed: {world}", scores)
         if world != "removed":
-            pair = np.asarray(OneOf(torch.stack([self.reference, self.truth]))(seen, known).scores)
-            self._keep(f"replaced: {world}", pair[:, 1] - pair[:, 0])
+            self._keep(f"replaced: {world}", scores - known.log_ratio(seen, other).double())
         done = sum(len(part) for part in self.answers.get(world, ()))
         some = seen.of(slice(0, self.rebuild - done))
         if len(some) and world != "removed":
             attack = LikeliestRecord(ROUNDS, inside=plan.inside)
             self.answers[world].append(np.asarray(attack(some, known).answers))
         if world == "real":
-            self.nats[0].append(known.nats(seen, self.truth))
-            self.nats[1].append(known.nats(seen, self.truth, self.reference))
+            self.nats[0].append(known.nats(seen, truth))
+            self.nats[1].append(known.nats(seen, truth, other))
             if self.full and sum(count for _, count in self.information) < INFORMED:
                 few = seen.of(slice(0, INFORMED))
                 self.information.append((known.information(few, self.truth).cpu(), len(few)))
@@ -280,19 +333,21 @@ class _Attacker:
         first = self.information[0][0]  # of the first trainings
         return self.guess * float(first.trace()) / len(first) >= 1
 
-    def _keep(self, name: str, scores: np.ndarray) -> None:
-        self.scores.setdefault(name, []).append(scores)
+    def _keep(self, name: str, scores: Tensor) -> None:
+        self.scores.setdefault(name, []).append(scores.cpu().numpy())
+
+    def changed(self, world: str) -> Changed:
+        """Returns what is changed in a world: "removed" or "replaced"."""
+        i, x = self.target.record, self.training.inputs
+        if world == "removed":
+            return Changed(i)
+        own = x[i].flatten().clone()
+        own[slice(None) if self.plan.private is None else self.plan.private] = self.reference.to(x)
+        return Changed(i, own.reshape(x[i : i + 1].shape))
 
     def finish(self) -> Sandwich:
-        """Trains in the record's other worlds, and compares."""
-        plan, i = self.plan, self.target.record
-        x = self.training.inputs[i : i + 1].clone().reshape(1, -1)
-        x[:, slice(None) if plan.private is None else plan.private] = self.reference.to(x)
-        changed = x.reshape(self.training.inputs[i : i + 1].shape)
-        for world, other in (("removed", Changed(i)), ("replaced", Changed(i, changed))):
-            seed = derive(plan.seed, world, i)
-            for part in train_many(self.training, plan.trials, seed, records=[i], world=other):
-                self.see(part, world)
+        """Compares what was found in the three worlds."""
+        plan = self.plan
         scores = {name: np.concatenate(parts) for name, parts in self.scores.items()}
         tried = {
             name: distinguish(scores[f"{name}: real"], scores[f"{name}: {name}"], confidence=plan.confidence)
@@ -315,8 +370,8 @@ class _Attacker:
 
         It answers π z + (1 − π) z', π the chance of z given what it saw.
         """
-        gap = float((self.truth - self.reference).double().square().mean())
-        shares = (np.square(expit(-real)) + np.square(expit(other))) / 2  # of the squared gap
+        gap, pairs = float((self.truth - self.reference).double().square().mean()), min(len(real), len(other))
+        shares = (np.square(expit(-real[:pairs])) + np.square(expit(other[:pairs]))) / 2  # of the squared gap
         low, high = mean_limits(shares, self.plan.confidence)
         return gap * float(shares.mean()), gap * low, gap * high
 
@@ -328,6 +383,8 @@ class _Attacker:
             return found
         truth = self.truth.double().cpu().numpy()
         here, there = (np.concatenate(self.answers[world]) for world in ("real", "replaced"))
+        trials = min(len(here), len(there))
+        here, there = here[:trials], there[:trials]
         guess = self.guess
         found |= {"probable": reconstruction_of(here, truth), "guess": guess, "examples": here[:EXAMPLES]}
         counts = [int((np.square(a - truth).mean(axis=1) <= CLOSE * guess).sum()) for a in (here, there)]

@@ -8,7 +8,7 @@ cryptographic one. A test compares the steps with PrivateSGD's, number by number
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,8 @@ from reconbound.validate.private import Private, Problem
 
 #: Floats in the gradients of one step of all trainings, and in the trajectories of trainings that are held at once.
 FLOATS = 40_000_000
+#: Floats in gradients that are computed at once, even where FLOATS is more.
+GRADIENTS = 1_000_000_000
 
 
 @dataclass(frozen=True, repr=False)
@@ -102,14 +104,30 @@ class Changed:
     Attributes:
         record: its index.
         inputs: what it has in place of its own input, (1, …) or (M, …) for each training; None: it is left out.
+        where: the trainings in which this is so, a mask (M,); None: all.
     """
 
     record: int
     inputs: Tensor | None = None
+    where: Tensor | None = None
+
+    def of(self, trainings: slice) -> Changed:
+        """Returns the same for some of the trainings.
+
+        Args:
+            trainings: their slice.
+        """
+        inputs = self.inputs if self.inputs is None or len(self.inputs) == 1 else self.inputs[trainings]
+        return Changed(self.record, inputs, None if self.where is None else self.where[trainings])
 
 
 def train_many(
-    training: Training, trials: int, seed: int, *, records: Any = None, world: Changed | None = None
+    training: Training,
+    trials: int,
+    seed: int,
+    *,
+    records: Any = None,
+    world: Changed | Sequence[Changed] | None = None,
 ) -> Iterator[Trajectory]:
     """Trains many times; yields trajectories of a part of the trainings at a time, with the sums before noise.
 
@@ -118,37 +136,37 @@ def train_many(
         trials: the number of trainings, M.
         seed: decides starts, batches and noise; secret like the data if these are.
         records: indices of the records whose participation is kept; all when None.
-        world: another world of a record; None: the real one.
+        world: another world of a record, or of several records; None: the real one.
     """
+    changed = (world,) if isinstance(world, Changed) else tuple(world or ())
     count, at_once = whole("trials", trials), training.at_once
     chosen = torch.arange(len(training.inputs)) if records is None else torch.as_tensor(records)
     for part, at in enumerate(range(0, count, at_once)):
         some = min(at_once, count - at)
-        own = world
-        if world is not None and world.inputs is not None and len(world.inputs) > 1:
-            own = replace(world, inputs=world.inputs[at : at + some])
+        own = [one.of(slice(at, at + some)) for one in changed]
         yield _train(training, some, derive(seed, "trainings", part), chosen, own)
 
 
-def _train(training: Training, trials: int, seed: int, records: Tensor, world: Changed | None) -> Trajectory:
+def _train(training: Training, trials: int, seed: int, records: Tensor, world: Sequence[Changed]) -> Trajectory:
     """Trains some at once."""
     s, x = training.settings, training.inputs
     generator = torch_stream(seed, "trainings", 0, x.device)
     w = training.starts(trials, seed).to(x.device)
-    velocity, kept = torch.zeros_like(w), []
-    chosen = records.to(x.device)
-    for _ in range(training.steps):
+    velocity, chosen = torch.zeros_like(w), records.to(x.device)
+    params, sums, clean = (w.new_empty(trials, training.steps, training.size) for _ in range(3))
+    kept = torch.empty(trials, training.steps, len(chosen), dtype=torch.bool, device=x.device)
+    for t in range(training.steps):
         draw = torch.rand(trials, len(x), generator=generator, device=x.device, dtype=torch.float64)
         took = draw < s.sample_rate
-        if world is not None and world.inputs is None:
-            took[:, world.record] = False
-        clean = clipped_sums(training, w, took, world)
-        noise = torch.randn(clean.shape, generator=generator, device=x.device, dtype=torch.float64)
-        noisy = (clean.double() + s.noise * noise).to(w)
-        kept.append((w, noisy, took[:, chosen], clean))
-        w, velocity = sgd_step(s, w, velocity, noisy / training.sampler.divisor)
-    params, sums, took, clean = (torch.stack(parts, dim=1) for parts in zip(*kept, strict=True))
-    return Trajectory(params, sums, took, records, clean)
+        for one in world:
+            if one.inputs is None:
+                took[slice(None) if one.where is None else one.where, one.record] = False
+        clean[:, t] = clipped_sums(training, w, took, world)
+        noise = torch.randn(w.shape, generator=generator, device=x.device, dtype=torch.float64)
+        params[:, t], kept[:, t] = w, took[:, chosen]
+        sums[:, t] = clean[:, t].double() + s.noise * noise
+        w, velocity = sgd_step(s, w, velocity, sums[:, t] / training.sampler.divisor)
+    return Trajectory(params, sums, kept, records, clean)
 
 
 def sgd_step(settings: Settings, w: Tensor, velocity: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,14 +182,14 @@ def sgd_step(settings: Settings, w: Tensor, velocity: Tensor, gradient: Tensor) 
     return w - settings.lr * velocity, velocity
 
 
-def clipped_sums(training: Training, w: Tensor, took: Tensor, world: Changed | None = None) -> Tensor:
+def clipped_sums(training: Training, w: Tensor, took: Tensor, world: Sequence[Changed] = ()) -> Tensor:
     """Returns each training's sum of the clipped gradients of those who took part in a step, (M, p).
 
     Args:
         training: what is trained.
         w: the parameters of each training, (M, p).
         took: who took part, (M, N).
-        world: another world of a record.
+        world: other worlds of records.
     """
     most = int(took.sum(1).max())
     if most == 0:
@@ -183,11 +201,13 @@ def clipped_sums(training: Training, w: Tensor, took: Tensor, world: Changed | N
     mask = torch.zeros(len(w), most, dtype=w.dtype, device=w.device)
     mask[trial, place] = 1
     inputs = training.inputs[index]
-    if world is not None and world.inputs is not None:
-        own = (index == world.record).reshape(*index.shape, *[1] * (inputs.dim() - 2))
-        inputs = torch.where(own, world.inputs.to(inputs)[:, None], inputs)
+    for one in world:
+        if one.inputs is not None:
+            here = index == one.record if one.where is None else (index == one.record) & one.where[:, None]
+            own, column = here.nonzero(as_tuple=True)
+            inputs[own, column] = one.inputs.to(inputs).expand(len(w), *inputs.shape[2:])[own]
     gradients = vmap(vmap(_record_gradient(training), in_dims=(None, 0, 0)))
-    total, size = torch.zeros_like(w), max(1, FLOATS // (len(w) * training.size))
+    total, size = torch.zeros_like(w), max(1, min(FLOATS, GRADIENTS) // (len(w) * training.size))
     for at in range(0, most, size):
         rows = slice(at, at + size)
         g = gradients(w, inputs[:, rows], training.targets[index[:, rows]])

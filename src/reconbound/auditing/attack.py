@@ -87,7 +87,7 @@ def attack_audit(
         replace(plan, rebuild=0 if "derivative" in caveats else None), len(stated), CONFIDENCE
     )
     with progress_bar(pieces_of(number, len(stated)), 0, show, "attacks") as advance:
-        found = attack_records(training, stated, replace(plan, advance=advance))
+        found = list(attack_records(training, stated, replace(plan, advance=advance)))
     facts = {"trials": number, "confidence": CONFIDENCE, "reference": world.reference, "version": __version__}
     inputs = as_tensor(data.inputs)[[t.record for t in targets]]
     attacked = Attacked(tuple(found), inputs.double(), facts)

@@ -52,6 +52,15 @@ class Trajectory:
         trainings, steps, size = self.params.shape
         return f"Trajectory({trainings} trainings of {steps} steps, {size:,} parameters; confidential)"
 
+    def of(self, trainings: Any) -> Trajectory:
+        """Returns the trajectories of some of the trainings.
+
+        Args:
+            trainings: their indices, a slice, or a mask.
+        """
+        clean = None if self.clean is None else self.clean[trainings]
+        return Trajectory(self.params[trainings], self.sums[trainings], self.took[trainings], self.records, clean)
+
     def took_part(self, record: int) -> Tensor:
         """Returns in which steps a record took part, (M, T).
 
