@@ -24,6 +24,7 @@ from reconbound.fisher.options import capturing
 from reconbound.fisher.passes.attention import attend, weight_norm
 from reconbound.fisher.passes.convolutions import convolve, pool, poolable
 from reconbound.fisher.passes.layers import ConvRule, EmbeddingRule, LinearRule, Rule, ScaleRule
+from reconbound.fisher.passes.smooth import gelu, layer_norm
 from reconbound.validate.model import CHECKPOINTING
 from reconbound.validate.private import Inputs, Problem, batch_rows
 from reconbound.validate.watch import REPLACED, TwiceDifferentiable, close, each_side
@@ -262,15 +263,24 @@ def _normalised(function: Any, rule_of: Callable[[Any], ScaleRule]) -> Callable[
         bias: Tensor | None = None,
         eps: float = 1e-5,
     ) -> Tensor | None:
-        if rec.name(weight) is None and rec.name(bias) is None:
-            return None
-        rule, a = rule_of(how), function(input, how, None, None, eps)
+        rule, a = rule_of(how), function(input, how, eps)
         output = a if weight is None else rule.apply(a, rec.constant(weight))
         if bias is not None:
             output = output + rule.bias(rec.constant(bias), a)
+        if rec.name(weight) is None and rec.name(bias) is None:
+            return output  # nothing to record, and still cheap to differentiate twice
         return rec.add(rule, a, output, weight, bias)
 
     return normalise
+
+
+def _group_norm(a: Tensor, groups: int, eps: float) -> Tensor:
+    return F.group_norm(a, groups, eps=eps)
+
+
+def _gelu(rec: Recorder, input: Tensor, *, approximate: str = "none") -> Tensor:
+    """Replaces GELU by a form that is cheaper to differentiate; records nothing."""
+    return gelu(input, approximate)
 
 
 _KNOWN: dict[Any, Callable[..., Tensor | None]] = {
@@ -280,8 +290,9 @@ _KNOWN: dict[Any, Callable[..., Tensor | None]] = {
     F.conv3d: _conv(3),
     F.avg_pool2d: _avg_pool2d,
     F.embedding: _embedding,
-    F.layer_norm: _normalised(F.layer_norm, lambda shape: ScaleRule(False, len(shape))),
-    F.group_norm: _normalised(F.group_norm, lambda groups: ScaleRule(True, 1)),
+    F.gelu: _gelu,
+    F.layer_norm: _normalised(layer_norm, lambda shape: ScaleRule(False, len(shape))),
+    F.group_norm: _normalised(_group_norm, lambda groups: ScaleRule(True, 1)),
 }
 _IMAGES = {F.conv1d: 3, F.conv2d: 4, F.conv3d: 5, F.avg_pool2d: 4, F.group_norm: 0}  # dimensions; 0: any
 _REPLACED: dict[Any, Callable[..., Any]] = {
