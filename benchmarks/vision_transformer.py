@@ -222,6 +222,10 @@ def measure(make: Callable[[], nn.Module], x: Tensor, y: Tensor, micro: int, rep
         tried(f"{name}, frozen", lambda step=step: row(step, frozen=True), table)  # type: ignore[misc]
         if graphs:
             tried(f"{name}, in a graph", lambda step=step: row(step, graph=True), table)  # type: ignore[misc]
+            call = lambda o, step=step: step(o, micro)  # type: ignore[misc]  # noqa: E731
+            tried(f"{name}, micro-batches, in a graph", lambda call=call: row(call, graph=True), table)  # type: ignore[misc]
+            frozen = lambda step=step: row(step, frozen=True, graph=True)  # type: ignore[misc]  # noqa: E731
+            tried(f"{name}, frozen, in a graph", frozen, table)
         tried(f"{name}, generic", lambda step=step: row(lambda o: step(o, None, "generic")), table)  # type: ignore[misc]
     for name, ghost in (("opacus hooks", False), ("opacus ghost", True)):
         tried(name, lambda ghost=ghost: cost(opacus_step(make(), x, y, ghost=ghost), device, repeats), table)  # type: ignore[misc]
@@ -278,17 +282,22 @@ def main() -> None:
         "micro_batch": micro,
     }
     table["rows"] = rows = measure(make, x, y, micro, options.repeats)
-    table["bfloat16 autocast"] = half_precision(make, x, y)
+    try:
+        table["bfloat16 autocast"] = half_precision(make, x, y)
+    except RuntimeError as error:
+        table["bfloat16 autocast"] = {"failed": str(error).splitlines()[0]}
     print(json.dumps(table["bfloat16 autocast"], indent=1))
     took = lambda name: rows[name].get("milliseconds", float("nan"))  # noqa: E731
-    table["ratios"] = {
-        "a plain parameter adds to a sum": took("sum") / took("sum, frozen") - 1,
-        "a plain parameter adds to a probe": took("probe") / took("probe, frozen") - 1,
-        "micro-batches add to a sum": took("sum, micro-batches") / took("sum") - 1,
-        "micro-batches add to a probe": took("probe, micro-batches") / took("probe") - 1,
-        "a probe against Opacus's ghost step": took("probe") / took("opacus ghost"),
-        "a sum against Opacus's hooks": took("sum") / took("opacus hooks"),
-    }
+    table["ratios"] = {}
+    for kind in ("", ", in a graph") if options.device == "cuda" else ("",):  # PrivateSGD's steps are in a graph there
+        table["ratios"] |= {
+            f"a plain parameter adds to a sum{kind}": took(f"sum{kind}") / took(f"sum, frozen{kind}") - 1,
+            f"a plain parameter adds to a probe{kind}": took(f"probe{kind}") / took(f"probe, frozen{kind}") - 1,
+            f"micro-batches add to a sum{kind}": took(f"sum, micro-batches{kind}") / took(f"sum{kind}") - 1,
+            f"micro-batches add to a probe{kind}": took(f"probe, micro-batches{kind}") / took(f"probe{kind}") - 1,
+            f"a probe against Opacus's ghost step{kind}": took(f"probe{kind}") / took("opacus ghost"),
+            f"a sum against Opacus's hooks{kind}": took(f"sum{kind}") / took("opacus hooks"),
+        }
     print(json.dumps(table["ratios"], indent=1))
     if options.out:
         Path(options.out).write_text(json.dumps(table, indent=1) + "\n")
