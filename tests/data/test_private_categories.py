@@ -81,7 +81,7 @@ def test_the_world_without_a_category() -> None:
     found = worlds_of(loaded())
     assert [(name, w.kind, w.reference) for name, w in found.items()] == [
         ("age", "column", "50"),
-        ("job", "category", "no category"),
+        ("job", "category", "an empty cell"),
         ("private", "private", "all of these"),
     ]
     inputs = torch.from_numpy(loaded().inputs)

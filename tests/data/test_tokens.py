@@ -130,7 +130,7 @@ def test_a_dataset_of_tokens_is_checked() -> None:
 def test_the_worlds_of_tokens() -> None:
     found = worlds_of(texts())
     assert list(found) == [*(f"token {k}" for k in range(6)), "private"]
-    assert {w.reference for w in found.values()} == {"number 0 of the vocabulary"}
+    assert {w.reference for w in found.values()} == {"token number 0"}
     assert [found[name].kind for name in ("token 0", "private")] == ["token", "private"]
     inputs = torch.from_numpy(texts().inputs)
     one, _ = found["token 2"].world(inputs, None)

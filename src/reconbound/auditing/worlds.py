@@ -24,7 +24,7 @@ MOST_WORLDS = 40
 #: Texts of at most so many tokens have a world for each.
 FEW_TOKENS = 16
 #: What stands in the place of every token.
-_TOKEN = "number 0 of the vocabulary"
+_TOKEN = "token number 0"
 #: Of a number in its range: what stands in its place.
 _MIDDLE = 0.5
 
@@ -37,7 +37,7 @@ class AuditWorld:
         kind: "column" (of numbers), "category" (a column of categories), "token" (at one place), or "private" (the
             whole private part).
         world: what is replaced, by flat columns of a record's input.
-        reference: what stands in its place, for people: "38.5 years", "no category".
+        reference: what stands in its place, for people: "38.5 years", "an empty cell".
     """
 
     kind: str
@@ -49,7 +49,7 @@ def worlds_of(dataset: Dataset) -> dict[str, AuditWorld]:
     """Returns the replaced worlds of a data set by name: one for each private column, and "private" for all together.
 
     A number has the middle of its range in its place; a mark that it is missing stays, as it is public. A category has
-    zeros only, so no category. The first
+    zeros only, as an empty cell. The first
     MOST_WORLDS columns get a world of their own. Where a table has only one private column, that is the only world. Of
     images there is only "private". Of tokens there is "private", all of them token 0, and in texts of at most
     FEW_TOKENS a world for each place.
@@ -107,7 +107,7 @@ def world_names(columns: Iterable[str]) -> dict[str, str]:
 
 def _column_world(dataset: Dataset, places: np.ndarray) -> AuditWorld:
     first = dataset.features[places[0]]
-    kind, reference = (CATEGORY, "no category") if first.category else ("column", _middle(first))
+    kind, reference = (CATEGORY, "an empty cell") if first.category else ("column", _middle(first))
     return AuditWorld(kind, _replacement(dataset, places), reference)
 
 
