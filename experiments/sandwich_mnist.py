@@ -5,7 +5,7 @@
     python experiments/sandwich_mnist.py                              the table from the rows
 
 6,000 digits: then a record takes part in most trainings of 100 Poisson batches of about 60. Smooth clip 4, torch's SGD,
-fresh parameters for every training. PrivateSGD's ledger of four runs says which records are exposed, and states floors
+fresh parameters for every training. PrivateSGD's ledger of 20 runs says which records are exposed, and states floors
 and divergences (estimates: limits need more runs).
 
 The records are attacked together (attacks/sandwich.py): every training draws for each of them whether it is there, left
@@ -41,7 +41,7 @@ NAME = "sandwich_mnist.csv"
 GROUPS = ("most-exposed", "least-exposed", "random")
 LIMIT, NOISE, CLIP, RATE, LR, STEPS, REBUILD = 6000, 0.35, 4.0, 0.01, 0.5, 100, 6
 #: Of the ledger: records measured over records trained on, and runs.
-BUDGET, RUNS = 10.0, 4
+BUDGET, RUNS = 1.0, 20
 #: Of the small form: 500 digits of 8 × 8 pixels, three records, few steps.
 SMALL = {"records": 3, "trials": 12, "steps": 6, "rate": 0.1, "limit": 500}
 
