@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from reconbound import PrivateSGD, Settings
-from reconbound.attacks import Training, trainings
+from reconbound.attacks import Training, knowledge, trainings
 from reconbound.attacks.sandwich import Plan, Sandwich, Stated, Target, attack_records, with_family_confidence
 from reconbound.auditing.models import make_loss, make_model, start_afresh
 from reconbound.data import Dataset, load_dataset
@@ -103,6 +103,7 @@ def train(asked: argparse.Namespace) -> None:
         torch.set_num_threads(1)
     else:
         trainings.FLOATS = 12_000_000_000  # of 4 bytes: the trajectories of 1,500 trainings at once
+        knowledge.GPU_FLOATS = 500_000_000
     _, _, training = problem(asked.small, device, asked.steps, asked.noise)
     asked.out.mkdir(parents=True, exist_ok=True)
     ledger = asked.out / f"sandwich_mnist_ledger_{asked.noise:g}_{asked.steps}.safetensors"
