@@ -5,7 +5,7 @@
     python experiments/sandwich_mnist.py                              the table from the rows
 
 6,000 digits: then a record takes part in most trainings of 100 Poisson batches of about 60. Smooth clip 4, torch's SGD,
-fresh parameters for every training. PrivateSGD's ledger of four runs says which records are exposed, and states floors
+fresh parameters for every training. PrivateSGD's ledger of 20 runs says which records are exposed, and states floors
 and divergences (estimates: limits need more runs).
 
 The records are attacked together (attacks/sandwich.py): every training draws for each of them whether it is there, left
@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from reconbound import PrivateSGD, Settings
-from reconbound.attacks import Training, trainings
+from reconbound.attacks import Training, knowledge, trainings
 from reconbound.attacks.sandwich import Plan, Sandwich, Stated, Target, attack_records, with_family_confidence
 from reconbound.auditing.models import make_loss, make_model, start_afresh
 from reconbound.data import Dataset, load_dataset
@@ -41,7 +41,7 @@ NAME = "sandwich_mnist.csv"
 GROUPS = ("most-exposed", "least-exposed", "random")
 LIMIT, NOISE, CLIP, RATE, LR, STEPS, REBUILD = 6000, 0.35, 4.0, 0.01, 0.5, 100, 6
 #: Of the ledger: records measured over records trained on, and runs.
-BUDGET, RUNS = 10.0, 4
+BUDGET, RUNS = 1.0, 20
 #: Of the small form: 500 digits of 8 × 8 pixels, three records, few steps.
 SMALL = {"records": 3, "trials": 12, "steps": 6, "rate": 0.1, "limit": 500}
 
@@ -103,6 +103,7 @@ def train(asked: argparse.Namespace) -> None:
         torch.set_num_threads(1)
     else:
         trainings.FLOATS = 12_000_000_000  # of 4 bytes: the trajectories of 1,500 trainings at once
+        knowledge.GPU_FLOATS = 500_000_000
     _, _, training = problem(asked.small, device, asked.steps, asked.noise)
     asked.out.mkdir(parents=True, exist_ok=True)
     ledger = asked.out / f"sandwich_mnist_ledger_{asked.noise:g}_{asked.steps}.safetensors"

@@ -85,13 +85,13 @@ def outcome(training: Training, ledger: Any) -> dict[str, Any]:
 def options_of(training: Training, measure: bool) -> dict[str, Any]:
     if not measure:
         return {}
-    measuring.new_seed = lambda: 11 + dist.get_rank() if dist.is_initialized() else 11  # type: ignore[assignment]
     return {"measure": Measuring(training.model, EPOCHS, {"zero": Replacement(0.0, [0, 1])}, budget=0.5)}
 
 
 def watched(case: str, measure: bool = False, virtual: int | None = None, folder: str = "") -> dict[str, Any]:
     training = made(case, DPDDP)
     torch.manual_seed(100 + dist.get_rank())
+    measuring.new_seed = lambda: 11 + dist.get_rank()  # type: ignore[assignment]
     ledger = training.watch(**options_of(training, measure))
     training.train(EPOCHS, virtual)
     if folder:

@@ -14,6 +14,7 @@ from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSample
 import opacus_ranks
 from many_ranks import ends_of_ranks, on_ranks
 from opacus_examples import example
+from reconbound.integrations import measuring
 from reconbound.integrations.loaders import DrawnBatches, RecordedShareSampler, forget_batches, record_batches
 from reconbound.training.ranks import Ranks
 
@@ -29,6 +30,7 @@ def alone(case: str, batches: list[list[int]], monkeypatch: pytest.MonkeyPatch, 
     epochs = iter([batches[k * size : (k + 1) * size] for k in range(opacus_ranks.EPOCHS)])
     training = opacus_ranks.made(case, lambda inner: inner)
     monkeypatch.setattr(UniformWithReplacementSampler, "__iter__", lambda self: iter(next(epochs)))
+    monkeypatch.setattr(measuring, "new_seed", lambda: 11)  # that of rank 0
     ledger = training.watch(**opacus_ranks.options_of(training, measure))
     training.train(opacus_ranks.EPOCHS)
     return opacus_ranks.outcome(training, ledger)
