@@ -184,3 +184,18 @@ def test_parts_of_a_pass_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(rows, "_TOGETHER", 5)
     found = DatasetRows(Items(x, y))
     assert found.copies.largest.tolist() == [1, 9]
+
+
+@pytest.mark.parametrize(
+    ("collate", "match"),
+    [(int, "collate must make a pair .* but failed"), (len, "collate must make a pair .*, got 'one that returns a int'")],
+)
+def test_a_function_that_does_not_make_batches_is_named(collate: Any, match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        DatasetRows(TensorDataset(torch.zeros(3, 2), torch.zeros(3)), collate=collate)
+
+
+@pytest.mark.parametrize("shards", [np.int64(2), torch.tensor(2)])
+def test_a_number_of_shards_of_another_library_is_taken(shards: Any) -> None:
+    one = learner(records=data(0, 20), shards=shards).fit(2)
+    assert len(one.shards) == 2

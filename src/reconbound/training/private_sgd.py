@@ -137,7 +137,7 @@ class PrivateSGD:
         self.records = given.record_count(self.inputs, self.targets)
         self.sampler = make_sampler(settings.sampler, self.records, settings.sample_rate)
         self.shards = make_shards(self.records, 1 if shards is None else shards)
-        self._shards_given = shards
+        self._shards_given = None if shards is None else len(self.shards)
         self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.params:
             raise InputError("model", "must have a parameter that requires grad", type(model).__name__)

@@ -58,6 +58,8 @@ class DatasetRows:
             generator=torch.Generator(),  # the global one is not touched
         )
         self.kind: torch.dtype | None = None
+        if collate is not default_collate:
+            _check_collate(collate, [dataset[i] for i in range(min(2, self._length))])
         first = torch.arange(min(2, self._length))
         once, again = (tree_leaves(self.read(first)) for _ in range(2))
         if not all(torch.equal(_bytes(a), _bytes(b)) for a, b in zip(once, again, strict=True)):
@@ -136,6 +138,18 @@ class _Asked:
 
     def __len__(self) -> int:
         return len(self.batches)
+
+
+def _check_collate(collate: Callable[[list[Any]], Any], items: list[Any]) -> None:
+    """Refuses a function that does not make inputs and targets of some items."""
+    try:
+        found = collate(items)
+    except Exception as error:
+        what = f"must make a pair (inputs, targets) of a list of items, but failed ({type(error).__name__}: {error})"
+        raise InputError("collate", what, collate) from error
+    if not isinstance(found, list | tuple) or len(found) != 2:
+        what = "must make a pair (inputs, targets) of a list of items"
+        raise InputError("collate", what, f"one that returns a {type(found).__name__}")
 
 
 def _bytes(leaf: Tensor) -> Tensor:

@@ -37,7 +37,8 @@ def make_shards(records: int, count: int) -> tuple[Shard, ...]:
     >>> [shard.span for shard in make_shards(10, 3)]
     [(0, 3), (3, 6), (6, 10)]
     """
-    if whole("shards", count) > records:
+    count = whole("shards", count)
+    if count > records:
         raise InputError("shards", f"must be at most the number of records ({records})", count)
     if count == 1:
         return (WHOLE,)
