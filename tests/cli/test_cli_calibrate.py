@@ -80,7 +80,9 @@ def test_bound_confirms_calibrate(answer):
 
 def test_calibrate_names_conditions_and_other_floors(run, answer):
     options = ["--target-error", 5, "--high", 120, "--units", "years", "--sample-rate", "32/240", "--steps", 112]
-    for name in ("theorem1", "corners", "lecam_unbiased", "lecam", "rate_distortion"):
+    names = ("theorem1", "corners", "lecam_unbiased", "lecam", "rate_distortion")
+    alone = {name: answer("calibrate", *options, "--bound", name)["noise_multiplier"] for name in names}
+    for name in names:
         reported = run("calibrate", *options, "--bound", name)[1].splitlines()
         reported = reported[1:] if reported[0].startswith("No meaningful guarantee") else reported
         assert ("on some conceivable record of the box, not on each" in reported[1]) == (
@@ -90,10 +92,9 @@ def test_calibrate_names_conditions_and_other_floors(run, answer):
             f"{name} binds {'any' if name in ('lecam', 'rate_distortion') else 'unbiased'} att"
         )
         others = {line.split()[0]: float(line.split()[-1]) for line in reported[6:10]}
-        assert set(others) == {"theorem1", "corners", "lecam_unbiased", "lecam", "rate_distortion"} - {name}
+        assert set(others) == {*names} - {name}
         for other, noise in others.items():
-            found = answer("calibrate", *options, "--bound", other)["noise_multiplier"]
-            assert noise == pytest.approx(found, rel=1e-3)
+            assert noise == pytest.approx(alone[other], rel=1e-3)
         assert reported[10].endswith("Records lie in [0, 120] years.")
     beyond = run("calibrate", "--target-error", 0.6, "--bound", "theorem1", "--sample-rate", 0.1, "--steps", 10)[1]
     assert "lecam (any attacker, on some record of the box): no noise is enough" in beyond

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cases import CASES, Case
 from measuring import measure, sum_clipped
@@ -28,8 +28,14 @@ def generator(seed: int = 3) -> torch.Generator:
 
 
 @cache
+def made(case: Case) -> tuple[nn.Module, Any, Any]:
+    """The same model for all tests of a case: the search for jumps is made once for each model."""
+    return case.make()
+
+
+@cache
 def median_norm(case: Case) -> float:
-    model, inputs, targets = case.make()
+    model, inputs, targets = made(case)
     kw: dict[str, Any] = {"max_grad_norm": 1.0, "noise_multiplier": 1.0, "private": case.private}
     return measure(model, case.loss, inputs, targets, method="generic", **kw).norm.median().item()
 
@@ -41,11 +47,11 @@ def clip_norm(case: Case, level: str) -> float:
 @cache
 def dense(case: Case, clip: Any, level: str) -> DenseInformation:
     kw: dict[str, Any] = {"max_grad_norm": clip_norm(case, level), "noise_multiplier": NOISE, "private": case.private}
-    return dense_information(case.make()[0], case.loss, *case.make()[1:], clip=clip, **kw)
+    return dense_information(made(case)[0], case.loss, *made(case)[1:], clip=clip, **kw)
 
 
 def fast(case: Case, clip: Any, level: str, **kw: Any) -> Any:
-    model, inputs, targets = case.make()
+    model, inputs, targets = made(case)
     kw = {"max_grad_norm": clip_norm(case, level), "noise_multiplier": NOISE, "private": case.private} | kw
     return measure(model, case.loss, inputs, targets, clip=clip, **kw)
 
@@ -69,7 +75,7 @@ def compare(case: Case, clip: Any, level: str, **kw: Any) -> None:
     ref = dense(case, clip, level)
     got = fast(case, clip, level, diagonal=True, generator=generator(), **kw)
     noise = NOISE * clip_norm(case, level)
-    (probe,) = draw_probes(trainable(Problem(case.make()[0], case.loss, Private())), 1, generator())
+    (probe,) = draw_probes(trainable(Problem(made(case)[0], case.loss, Private())), 1, generator())
     r, moved = probed(ref, torch.cat([v.flatten() for v in probe.values()]), noise)
     close(got.norm, ref.norm, ref.norm)
     close(got.along, ref.along, ref.trace)
@@ -108,7 +114,7 @@ def test_mixed_equals_dense(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_rules_cover_what_they_should(case: Case) -> None:
-    model, inputs, targets = case.make()
+    model, inputs, targets = made(case)
     expected = "auto" if case.layers else "mixed" if case.mixed else "generic"
     assert covering_method(model, case.loss, inputs, targets, as_private(case.private)) == expected
     if case.layers:
@@ -120,7 +126,7 @@ def test_rules_cover_what_they_should(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_clipped_sum(case: Case) -> None:
-    model, inputs, targets = case.make()
+    model, inputs, targets = made(case)
     want = fast(case, "hard", "near")
     for kw in ({"micro_batch": 3}, {"method": "generic"}, {"method": "mixed"}):
         got = sum_clipped(model, case.loss, inputs, targets, max_grad_norm=clip_norm(case, "near"), clip="hard", **kw)

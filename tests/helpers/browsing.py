@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,26 @@ def opened(browser: Any, path: Path, width: int = 1280, scheme: str = "light") -
     page.on("dialog", lambda dialog: (wrong.append("dialog"), dialog.dismiss()))
     page.on("request", lambda request: wrong.append(request.url) if _outside(request.url) else None)
     page.goto(path.as_uri())
+    page.complaints = wrong
     yield page
     context.close()
     assert wrong == []
+
+
+@contextmanager
+def kept_open(browser: Any, home: Path) -> Iterator[Callable[..., Any]]:
+    """A function that opens a page of the folder, by name and width, and has it open for all tests of a file.
+
+    A page takes a second or two to open. Tests that change more of it than a slider open their own."""
+    pages: dict[tuple[str, int], Any] = {}
+    with ExitStack() as stack:
+
+        def page(name: str, width: int = 1280) -> Any:
+            if (name, width) not in pages:
+                pages[name, width] = stack.enter_context(opened(browser, home / name, width))
+            return pages[name, width]
+
+        yield page
 
 
 def _outside(url: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
-from browsing import WIDTHS, opened, pytestmark  # noqa: F401
+from browsing import WIDTHS, kept_open, opened, pytestmark  # noqa: F401
 from reconbound import report
 from reconbound.report.folder import packed_names, read_leakage, read_run, write_leakage, write_run
 from run_folders import digits_folder, people_folder
@@ -32,6 +32,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         report.build(folder)
     report.compare(list(found.values()), home / "compare.html")
     return found
+
+
+@pytest.fixture(scope="module")
+def shown(browser: Any, folders: dict[str, Path]) -> Iterator[Callable[..., Any]]:
+    """Pages of the folders that are opened once for all tests."""
+    with kept_open(browser, folders["digits"].parent) as page:
+        yield page
 
 
 def _sideways(page: Any) -> int:
@@ -54,70 +61,71 @@ def _until(true: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", ["digits/report.html", "people/report.html", "digits/report-public.html",
                                   "people/report-public.html", "compare.html"])  # fmt: skip
-def test_opens_without_error_request_or_sideways_scrolling(
-    browser: Any, folders: dict[str, Path], name: str, width: int
-) -> None:
-    with opened(browser, folders["digits"].parent / name, width) as page:
-        assert _sideways(page) == 0
-        assert page.locator("#banner").is_visible()
-        charts = page.locator(".chart")
-        for k in range(charts.count()):
-            box = charts.nth(k).locator(".main-svg").first.bounding_box()
-            assert box is not None
-            assert 200 < box["width"] <= width
-        titles = page.locator(".chart .xtitle")
-        for k in range(titles.count()):  # axis titles are not cut off
-            box, room = titles.nth(k).bounding_box(), page.locator(".chart").nth(k).bounding_box()
-            assert box["x"] >= room["x"] - 1
-            assert box["x"] + box["width"] <= room["x"] + room["width"] + 1
+def test_opens_without_error_request_or_sideways_scrolling(shown: Callable[..., Any], name: str, width: int) -> None:
+    page = shown(name, width)
+    assert _sideways(page) == 0
+    assert page.locator("#banner").is_visible()
+    charts = page.locator(".chart")
+    for k in range(charts.count()):
+        box = charts.nth(k).locator(".main-svg").first.bounding_box()
+        assert box is not None
+        assert 200 < box["width"] <= width
+    titles = page.locator(".chart .xtitle")
+    for k in range(titles.count()):  # axis titles are not cut off
+        box, room = titles.nth(k).bounding_box(), page.locator(".chart").nth(k).bounding_box()
+        assert box["x"] >= room["x"] - 1
+        assert box["x"] + box["width"] <= room["x"] + room["width"] + 1
+    assert page.complaints == []
 
 
 @pytest.mark.parametrize("kind", ["digits", "people"])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_slider_counts_the_records_below(browser: Any, folders: dict[str, Path], kind: str, width: int) -> None:
+def test_slider_counts_the_records_below(
+    shown: Callable[..., Any], folders: dict[str, Path], kind: str, width: int
+) -> None:
     floors = np.sqrt(1 / read_leakage(folders[kind]).dfil[0].numpy())  # in this order, to the last bit
     seen = set()
-    with opened(browser, folders[kind] / "report.html", width) as page:
-        reported = page.locator("#threshold-sentence")
-        for place in (0, 130, 333, 500, 640, 720, 800, 860, 1000):
-            page.locator("#threshold").evaluate(
-                "(slider, place) => { slider.value = place; slider.dispatchEvent(new Event('input')); }", place
-            )
-            threshold = float(reported.get_attribute("data-threshold"))
-            count = int((floors < threshold).sum())
-            seen.add(count)
-            assert page.locator("#threshold-count").inner_text() == f"{count:,}"
-            assert page.locator("#threshold-total").inner_text() == f"{len(floors):,}"
-            line = page.evaluate("document.getElementById('chart-floors').layout.shapes[1].x0")
-            assert 10**line == pytest.approx(threshold, rel=1e-9)
-        exact = float(np.sort(floors)[17])  # a typed threshold is strict: the record at it is not below it
-        page.locator("#threshold-exact").fill(repr(exact))
-        assert page.locator("#threshold-count").inner_text() == str(int((floors < exact).sum()))
-        page.locator("#threshold").focus()
-        before = reported.get_attribute("data-threshold")
-        page.keyboard.press("ArrowRight")
-        assert reported.get_attribute("data-threshold") != before
+    page = shown(f"{kind}/report.html", width)
+    reported = page.locator("#threshold-sentence")
+    for place in (0, 130, 333, 500, 640, 720, 800, 860, 1000):
+        page.locator("#threshold").evaluate(
+            "(slider, place) => { slider.value = place; slider.dispatchEvent(new Event('input')); }", place
+        )
+        threshold = float(reported.get_attribute("data-threshold"))
+        count = int((floors < threshold).sum())
+        seen.add(count)
+        assert page.locator("#threshold-count").inner_text() == f"{count:,}"
+        assert page.locator("#threshold-total").inner_text() == f"{len(floors):,}"
+        line = page.evaluate("document.getElementById('chart-floors').layout.shapes[1].x0")
+        assert 10**line == pytest.approx(threshold, rel=1e-9)
+    exact = float(np.sort(floors)[17])  # a typed threshold is strict: the record at it is not below it
+    page.locator("#threshold-exact").fill(repr(exact))
+    assert page.locator("#threshold-count").inner_text() == str(int((floors < exact).sum()))
+    page.locator("#threshold").focus()
+    before = reported.get_attribute("data-threshold")
+    page.keyboard.press("ArrowRight")
+    assert reported.get_attribute("data-threshold") != before
     assert len(seen) >= 4
     assert {0, len(floors)} <= seen
 
 
-def test_thumbnails_are_the_right_records(browser: Any, folders: dict[str, Path]) -> None:
+def test_thumbnails_are_the_right_records(shown: Callable[..., Any], folders: dict[str, Path]) -> None:
     kept = read_leakage(folders["digits"]).kept.tolist()
     images = load_digits().images
     read = """image => { const c = document.createElement('canvas'); c.width = image.naturalWidth;
         c.height = image.naturalHeight; const d = c.getContext('2d'); d.drawImage(image, 0, 0);
         return [c.width, c.height, ...d.getImageData(0, 0, c.width, c.height).data]; }"""
-    with opened(browser, folders["digits"] / "report.html") as page:
-        cards = page.locator("article.record")
-        assert [int(cards.nth(k).get_attribute("data-record")) for k in range(cards.count())] == kept
-        for k, record in enumerate(kept):
-            wide, high, *data = cards.nth(k).locator("img.picture").evaluate(read)
-            assert (wide, high) == (8, 8)
-            pixels = np.array(data).reshape(8, 8, 4)
-            np.testing.assert_array_equal(pixels[..., 0], np.round(255 * images[record] / 16))
-            np.testing.assert_array_equal(pixels[..., 0], pixels[..., 2])
-            assert cards.nth(k).locator("img.map").evaluate(read)[:2] == [8, 8]
-            assert f"record {record}" in cards.nth(k).inner_text()
+    page = shown("digits/report.html")
+    cards = page.locator("article.record")
+    assert [int(cards.nth(k).get_attribute("data-record")) for k in range(cards.count())] == kept
+    for k, record in enumerate(kept):
+        wide, high, *data = cards.nth(k).locator("img.picture").evaluate(read)
+        assert (wide, high) == (8, 8)
+        pixels = np.array(data).reshape(8, 8, 4)
+        np.testing.assert_array_equal(pixels[..., 0], np.round(255 * images[record] / 16))
+        np.testing.assert_array_equal(pixels[..., 0], pixels[..., 2])
+        assert cards.nth(k).locator("img.map").evaluate(read)[:2] == [8, 8]
+        assert f"record {record}" in cards.nth(k).inner_text()
 
 
 @pytest.mark.parametrize("kind", ["digits", "people"])
@@ -171,31 +179,33 @@ def test_dark_and_light(browser: Any, folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_what_differs_and_columns_counts_can_be_read(browser: Any, folders: dict[str, Path], width: int) -> None:
-    with opened(browser, folders["digits"].parent / "compare.html", width) as page:
-        assert page.locator("#verdict").inner_text().startswith("Not comparable as they stand")
-        box = page.locator("#differences").bounding_box()
-        assert box["y"] < page.locator("#floors").bounding_box()["y"]  # before the figures
-        assert "hours-per-week 0 to 100 hours" in page.locator("#audited").inner_text()
-    with opened(browser, folders["people"] / "report.html", width) as page:
-        counts = page.locator("#below-guess li")
-        assert counts.count() == 6
-        for k in range(6):
-            assert counts.nth(k).is_visible()
-            assert " of 8 records " in counts.nth(k).inner_text()
-        assert "only the 8 records measured closely" in page.locator("#columns-note").inner_text()
+def test_what_differs_and_columns_counts_can_be_read(shown: Callable[..., Any], width: int) -> None:
+    page = shown("compare.html", width)
+    assert page.locator("#verdict").inner_text().startswith("Not comparable as they stand")
+    box = page.locator("#differences").bounding_box()
+    assert box["y"] < page.locator("#floors").bounding_box()["y"]  # before the figures
+    assert "hours-per-week 0 to 100 hours" in page.locator("#audited").inner_text()
+    page = shown("people/report.html", width)
+    counts = page.locator("#below-guess li")
+    assert counts.count() == 6
+    for k in range(6):
+        assert counts.nth(k).is_visible()
+        assert " of 8 records " in counts.nth(k).inner_text()
+    assert "only the 8 records measured closely" in page.locator("#columns-note").inner_text()
 
 
-def test_wide_table_shows_hint_on_phone(browser: Any, folders: dict[str, Path]) -> None:
+def test_wide_table_shows_hint_on_phone(shown: Callable[..., Any]) -> None:
     for width in WIDTHS:
-        with opened(browser, folders["digits"].parent / "compare.html", width) as page:
-            table = page.locator("#runs .scroll")
-            cut = table.evaluate("e => e.scrollWidth > e.clientWidth")
-            assert page.locator("#runs .swipe").is_visible() == cut == (width == 390)
-            assert "linear-gradient" in table.evaluate("e => getComputedStyle(e).backgroundImage")
+        page = shown("compare.html", width)
+        table = page.locator("#runs .scroll")
+        cut = table.evaluate("e => e.scrollWidth > e.clientWidth")
+        assert page.locator("#runs .swipe").is_visible() == cut == (width == 390)
+        assert "linear-gradient" in table.evaluate("e => getComputedStyle(e).backgroundImage")
 
 
-def test_many_audits_scroll_in_their_own_boxes(browser: Any, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_many_audits_scroll_in_their_own_boxes(
+    browser: Any, shown: Callable[..., Any], folders: dict[str, Path], tmp_path: Path
+) -> None:
     copies = [shutil.copytree(folders["people"], tmp_path / f"audit-of_a_long_name-in-month-{k}") for k in range(6)]
     report.compare([*copies, folders["digits"]], tmp_path / "many.html")
     for width in (320, 390):
@@ -206,11 +216,11 @@ def test_many_audits_scroll_in_their_own_boxes(browser: Any, folders: dict[str, 
             assert sum(wide) >= 2
             for k in range(boxes.count()):
                 assert boxes.nth(k).evaluate("box => getComputedStyle(box).overflowX") == "auto"
-        with opened(browser, folders["people"] / "report.html", width) as page:
-            assert _sideways(page) == 0
-            cards = page.locator(".record")
-            for k in range(cards.count()):  # a table that is wider than its card scrolls within it
-                assert cards.nth(k).evaluate("card => getComputedStyle(card).overflowX") == "auto"
+        page = shown("people/report.html", width)
+        assert _sideways(page) == 0
+        cards = page.locator(".record")
+        for k in range(cards.count()):  # a table that is wider than its card scrolls within it
+            assert cards.nth(k).evaluate("card => getComputedStyle(card).overflowX") == "auto"
 
 
 def test_long_names_break_at_underscores(browser: Any, folders: dict[str, Path], tmp_path: Path) -> None:
