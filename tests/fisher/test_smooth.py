@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -287,3 +292,56 @@ def test_parameter_that_is_normalised_by_hand_is_seen() -> None:
     torch.testing.assert_close(got.norm, dense.norm, rtol=1e-7, atol=0)
     for name, value in dense.gradient_sum.items():
         torch.testing.assert_close(got.gradient_sum[name], value, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton comes with PyTorch's CUDA builds alone")
+def test_triton_kernels_in_the_interpreter() -> None:
+    """They equal autograd's derivatives in float64, by Triton's own interpreter, where it is installed."""
+    code = """
+import torch, torch.nn.functional as F
+from torch.autograd import grad
+from reconbound.fisher.passes import curve_kernels as kernels
+torch.manual_seed(0)
+
+def second(f, x, v, delta):
+    x = x.double().requires_grad_()
+    return grad(grad(f(x), x, delta.double(), create_graph=True)[0], x, v.double())[0]
+
+def close(got, want):
+    assert got.shape == want.shape and (got - want).abs().max() <= 3e-6 * want.abs().max(), (got - want).abs().max()
+
+for shape, dims in ((3, 4, 5), (5,)), ((6, 197), (197,)), ((2, 3, 8, 8), (8, 8)):
+    x, v, delta = (torch.randn(shape).transpose(0, 1).contiguous().transpose(0, 1) for _ in range(3))
+    _, mean, r = torch.native_layer_norm(x, dims, None, None, 1e-3)
+    got = kernels.curve_norm(v, delta, x, mean, r, torch.Size(dims).numel())
+    close(got, second(lambda x: F.layer_norm(x, dims, eps=1e-3), x, v, delta))
+    close(kernels.curve_softmax(v, delta, x.softmax(-1)), second(lambda x: x.softmax(-1), x, v, delta))
+    for form in ("none", "tanh"):
+        got = kernels.curve_gelu(3 * x, delta, tanh=form == "tanh") * v
+        close(got, second(lambda x: F.gelu(x, approximate=form), 3 * x, v, delta))
+        far = kernels.curve_gelu(torch.tensor([0.0, 1e30, -1e30]), torch.ones(3), tanh=form == "tanh")
+        assert far.isfinite().all() and not far[1:].any()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "TRITON_INTERPRET": "1"})
+
+
+SIGNATURES = {
+    "_curve_norm": ({**dict.fromkeys(("v", "delta", "x", "mean", "r", "out"), "*fp32"), "n": "i32"}, {"block": 1024}),
+    "_curve_softmax": ({**dict.fromkeys(("v", "delta", "share", "out"), "*fp32"), "n": "i32"}, {"block": 256}),
+    "_curve_gelu": ({**dict.fromkeys(("x", "delta", "out"), "*fp32"), "total": "i64"}, {"tanh": True, "block": 1024}),
+}
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton comes with PyTorch's CUDA builds alone")
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter does not compile")
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_triton_kernels_compile_for_a_gpu(name: str) -> None:
+    """To machine code of an H100 or H200, which needs no GPU."""
+    triton, kernels = (importlib.import_module(m) for m in ("triton", "reconbound.fisher.passes.curve_kernels"))
+    target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
+    signature, fixed = SIGNATURES[name]
+    source = triton.compiler.ASTSource(
+        fn=getattr(kernels, name), signature={**signature, **dict.fromkeys(fixed, "constexpr")}, constexprs=fixed
+    )
+    assert len(triton.compile(source, target=target).asm["cubin"]) > 1000

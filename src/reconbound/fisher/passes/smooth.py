@@ -24,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from reconbound.fisher.passes import curve_kernels
+
 _CUBE = 0.044715  # of the tanh form of GELU
 _FAR = 55.0  # from here on g₂ is 0 in every precision, and larger numbers would overflow
 
@@ -150,9 +152,8 @@ class _Direction:
 
     def terms(self) -> tuple[Tensor, Tensor]:
         if self._found is None:
-            with torch.no_grad():
-                along = self.rows.mean_product(self.delta, self.rows.normalised()[0])
-                self._found = self.rows.pull(self.delta), along
+            along = self.rows.mean_product(self.delta, self.rows.normalised()[0])
+            self._found = self.rows.pull(self.delta), along
         return self._found
 
 
@@ -169,12 +170,20 @@ def _curved(first: _Direction, second: _Direction) -> Tensor:
     """Returns Q(v, δ), to be differentiated in both; ⟨w, Q(v, δ)⟩ is the same in any order of w, v and δ."""
     rows = first.rows
     with torch.no_grad():
-        (pulled, along), (other, other_along) = first.terms(), second.terms()
-        across = rows.mean_product(first.delta, other)
-        value = torch.addcmul(other_along * pulled, along, other).addcmul_(across, rows.normalised()[0])
+        value = _curve(first, second)
     at_first: Transpose = lambda w: _curved(_Direction(w, rows), second)  # noqa: E731
     at_second: Transpose = lambda w: _curved(_Direction(w, rows), first)  # noqa: E731
     return _differentiable(value, (first.delta, at_first), (second.delta, at_second), (rows.x, _refuse))
+
+
+def _curve(first: _Direction, second: _Direction) -> Tensor:
+    """Returns Q(v, δ)."""
+    rows, size = first.rows, math.prod(first.rows.shape)
+    if curve_kernels.kernels_apply(rows.x, size):
+        return curve_kernels.curve_norm(first.delta, second.delta, rows.x, rows.mean, rows.r, size)
+    (pulled, along), (other, other_along) = first.terms(), second.terms()
+    across = rows.mean_product(first.delta, other)
+    return torch.addcmul(other_along * pulled, along, other).addcmul_(across, rows.normalised()[0])
 
 
 def gelu(a: Tensor, approximate: str = "none") -> Tensor:
@@ -212,6 +221,8 @@ class _Activation:
 
     def curve(self, delta: Tensor) -> Tensor:
         """Returns g₂(x) δ; half precision is computed in float32."""
+        if curve_kernels.kernels_apply(self.x):
+            return curve_kernels.curve_gelu(self.x, delta, tanh=self.approximate == "tanh")
         x = self.x.to(torch.promote_types(self.x.dtype, torch.float32))
         if self.approximate == "none":  # in this order nothing overflows: φ is 0 first
             height = torch.full((), 0.5 * math.log(2 / math.pi), dtype=x.dtype, device=x.device)
