@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from measuring import measure, sum_clipped
 from reconbound.fisher import dense_information
-from reconbound.fisher.passes.smooth import gelu, layer_norm
+from reconbound.fisher.passes.smooth import gelu, layer_norm, softmax
 
 Function = Callable[[Tensor], Tensor]
 loss_fn = nn.CrossEntropyLoss(reduction="none")
@@ -61,6 +61,13 @@ PAIRS: dict[str, tuple[Function, Function, Tensor]] = {
         lambda x: layer_norm(x, (5,), 1e-5),
         lambda x: plain(x, 1, 1e-5),
         nearly_constant(),
+    ),
+    "softmax": (lambda x: softmax(x, -1), lambda x: torch.softmax(x, -1), 2 * drawn(3, 4, 5)),
+    "softmax, another dimension": (lambda x: softmax(x, 1), lambda x: torch.softmax(x, 1), 2 * drawn(3, 4, 5)),
+    "softmax, masked": (
+        lambda x: softmax(x + torch.full((5, 5), -torch.inf).triu(1), 2),
+        lambda x: torch.softmax(x + torch.full((5, 5), -torch.inf).triu(1), 2),
+        drawn(2, 5, 5),
     ),
     "gelu": (gelu, F.gelu, 3 * drawn(4, 5)),
     "gelu, tanh": (lambda x: gelu(x, "tanh"), lambda x: F.gelu(x, approximate="tanh"), 3 * drawn(4, 5)),
