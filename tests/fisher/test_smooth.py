@@ -1,4 +1,4 @@
-"""LayerNorm and GELU as passes compute them: autograd's derivatives, up to the third; few operations; no lost path."""
+"""LayerNorm, softmax and GELU as passes compute them: derivatives, up to the third; few operations; no lost path."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -131,7 +132,7 @@ def check_rounding(got: dict[str, Tensor], exact: dict[str, Tensor], dtype: torc
 def test_lower_precision_is_off_by_its_rounding(name: str, dtype: torch.dtype) -> None:
     """Half precision is computed in float32 and rounded once for each derivative."""
     ours, theirs, x = PAIRS[name]
-    if "constant" not in name:  # the rounding of the input decides there
+    if "constant" not in name and "masked" not in name:  # the rounding of the input decides, the mask has float32
         x = x.to(dtype)
         check_rounding(derivatives(ours, x), derivatives(theirs, x.double(), dtype), dtype)
 
@@ -217,17 +218,44 @@ class Net(nn.Module):
         return self.head(self.both(x).flatten(1))
 
 
+class Attention(nn.Module):
+    """Attends by PyTorch's function, with and without a mask, and by hand with softmax over each dimension."""
+
+    def __init__(self, *, positions: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.places = nn.Parameter(0.1 * torch.randn(3, 4), requires_grad=positions)
+        self.qkv, self.head = nn.Linear(4, 12), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x.transpose(1, 2) + self.places).unflatten(2, (3, 2, 2)).permute(2, 0, 3, 1, 4)
+        mask = torch.tensor([[True, False, True], [False, True, True], [True, True, True]])
+        found = F.scaled_dot_product_attention(q, k, v) - F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        found = found + F.scaled_dot_product_attention(q, k, v, mask) * F.scaled_dot_product_attention(q, v, k, scale=2)
+        scores = q @ k.transpose(2, 3)  # (N, 2, 3, 3)
+        shares = F.softmax(scores, dim=-1) + scores.softmax(2) + torch.softmax(scores, 1) * F.softmax(scores, dim=-3)
+        return self.head((found + shares @ v).transpose(1, 2).flatten(1))
+
+
 def batch() -> tuple[Tensor, Tensor]:
     x = drawn(5, 4, 3, seed=1)
     x[0] = 0.5  # rows of equal numbers
     return x, torch.arange(5) % 3
 
 
-@pytest.mark.parametrize("approximate", ["none", "tanh"])
+NETS: dict[str, Callable[..., nn.Module]] = {
+    "gelu": Net,
+    "tanh": partial(Net, approximate="tanh"),
+    "attention": Attention,
+}
+nets = pytest.mark.parametrize("net", NETS)
+
+
+@nets
 @pytest.mark.parametrize("positions", [False, True])
-def test_step_equals_the_dense_reference(positions: bool, approximate: str) -> None:
+def test_step_equals_the_dense_reference(positions: bool, net: str) -> None:
     """With positions, a plain parameter, the model is run in a vmap."""
-    model, (x, y) = Net(positions=positions, approximate=approximate).double(), batch()
+    model, (x, y) = NETS[net](positions=positions).double(), batch()
     mechanism = {"max_grad_norm": 0.5, "noise_multiplier": 0.7}
     dense = dense_information(model, loss_fn, x, y, **mechanism)
     unit = dense.gradient / dense.norm[:, None]
@@ -240,15 +268,16 @@ def test_step_equals_the_dense_reference(positions: bool, approximate: str) -> N
         torch.testing.assert_close(info.along, dense.along, rtol=1e-6, atol=1e-12)
         moved = [(across @ v.flatten()).square().sum(1) / (0.7 * 0.5) ** 2 for v in directions]
         torch.testing.assert_close(info.across, torch.stack(moved).mean(0), rtol=1e-6, atol=1e-12)
-        diagonal = measure(model, loss_fn, x, y, **mechanism, method=method, spectral=200)
-        torch.testing.assert_close(diagonal.spectral, dense.spectral, rtol=1e-6, atol=1e-12)
+        repeated = measure(model, loss_fn, x, y, **mechanism, method=method, spectral=200)
+        torch.testing.assert_close(repeated.spectral, dense.spectral, rtol=1e-6, atol=1e-12)
     for name, value in dense.gradient_sum.items():
         torch.testing.assert_close(info.gradient_sum[name], value, rtol=1e-6, atol=1e-9)
 
 
+@nets
 @pytest.mark.parametrize("positions", [False, True])
-def test_sums_without_a_clip_are_the_gradients_of_autograd(positions: bool) -> None:
-    model, (x, y) = Net(positions=positions).double(), batch()
+def test_sums_without_a_clip_are_the_gradients_of_autograd(positions: bool, net: str) -> None:
+    model, (x, y) = NETS[net](positions=positions).double(), batch()
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     want = grad(loss_fn(model(x), y).sum(), [*params.values()])
     got = sum_clipped(model, loss_fn, x, y, max_grad_norm=1e6, clip="hard").gradient_sum
