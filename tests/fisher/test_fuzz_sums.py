@@ -16,7 +16,7 @@ from measuring import measure, sum_clipped
 from reconbound.accounting.amplification import poisson_factors
 from reconbound.fisher import Private, SumOptions, clipped_gradient_sum, sensitivity
 from reconbound.fisher.passes import by_layer
-from reconbound.fisher.passes.products import gram_squares_above
+from reconbound.fisher.passes.products import GramSquares, gram_squares_above
 from reconbound.fisher.sums import Method, covering_method
 from reconbound.training.settings import Settings
 from reconbound.training.step import Measurer
@@ -172,7 +172,7 @@ def test_the_error_term_counts_every_group() -> None:
     groups = 10_000_000
     none, size = torch.zeros(1, groups, 1, 1, dtype=torch.float64), torch.ones(1, 1, 1, 1, dtype=torch.float64)
     none[:, :1] = size
-    found = float(gram_squares_above(none, none, 2, 0.0)) - 1
+    found = float(gram_squares_above([GramSquares.of(none, none, 2, 0.0)])) - 1
     assert found >= groups * 2.0**-53
 
 

@@ -1,9 +1,15 @@
-"""LayerNorm and GELU as passes compute them: autograd's derivatives, up to the third; few operations; no lost path."""
+"""LayerNorm, softmax and GELU as passes compute them: derivatives, up to the third; few operations; no lost path."""
 
 from __future__ import annotations
 
+import importlib
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -15,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from measuring import measure, sum_clipped
 from reconbound.fisher import dense_information
-from reconbound.fisher.passes.smooth import gelu, layer_norm
+from reconbound.fisher.passes.smooth import gelu, layer_norm, softmax
 
 Function = Callable[[Tensor], Tensor]
 loss_fn = nn.CrossEntropyLoss(reduction="none")
@@ -56,6 +62,13 @@ PAIRS: dict[str, tuple[Function, Function, Tensor]] = {
         lambda x: layer_norm(x, (5,), 1e-5),
         lambda x: plain(x, 1, 1e-5),
         nearly_constant(),
+    ),
+    "softmax": (lambda x: softmax(x, -1), lambda x: torch.softmax(x, -1), 2 * drawn(3, 4, 5)),
+    "softmax, another dimension": (lambda x: softmax(x, 1), lambda x: torch.softmax(x, 1), 2 * drawn(3, 4, 5)),
+    "softmax, masked": (
+        lambda x: softmax(x + torch.full((5, 5), -torch.inf).triu(1), 2),
+        lambda x: torch.softmax(x + torch.full((5, 5), -torch.inf).triu(1), 2),
+        drawn(2, 5, 5),
     ),
     "gelu": (gelu, F.gelu, 3 * drawn(4, 5)),
     "gelu, tanh": (lambda x: gelu(x, "tanh"), lambda x: F.gelu(x, approximate="tanh"), 3 * drawn(4, 5)),
@@ -119,7 +132,7 @@ def check_rounding(got: dict[str, Tensor], exact: dict[str, Tensor], dtype: torc
 def test_lower_precision_is_off_by_its_rounding(name: str, dtype: torch.dtype) -> None:
     """Half precision is computed in float32 and rounded once for each derivative."""
     ours, theirs, x = PAIRS[name]
-    if "constant" not in name:  # the rounding of the input decides there
+    if "constant" not in name and "masked" not in name:  # the rounding of the input decides, the mask has float32
         x = x.to(dtype)
         check_rounding(derivatives(ours, x), derivatives(theirs, x.double(), dtype), dtype)
 
@@ -205,17 +218,44 @@ class Net(nn.Module):
         return self.head(self.both(x).flatten(1))
 
 
+class Attention(nn.Module):
+    """Attends by PyTorch's function, with and without a mask, and by hand with softmax over each dimension."""
+
+    def __init__(self, *, positions: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.places = nn.Parameter(0.1 * torch.randn(3, 4), requires_grad=positions)
+        self.qkv, self.head = nn.Linear(4, 12), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x.transpose(1, 2) + self.places).unflatten(2, (3, 2, 2)).permute(2, 0, 3, 1, 4)
+        mask = torch.tensor([[True, False, True], [False, True, True], [True, True, True]])
+        found = F.scaled_dot_product_attention(q, k, v) - F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        found = found + F.scaled_dot_product_attention(q, k, v, mask) * F.scaled_dot_product_attention(q, v, k, scale=2)
+        scores = q @ k.transpose(2, 3)  # (N, 2, 3, 3)
+        shares = F.softmax(scores, dim=-1) + scores.softmax(2) + torch.softmax(scores, 1) * F.softmax(scores, dim=-3)
+        return self.head((found + shares @ v).transpose(1, 2).flatten(1))
+
+
 def batch() -> tuple[Tensor, Tensor]:
     x = drawn(5, 4, 3, seed=1)
     x[0] = 0.5  # rows of equal numbers
     return x, torch.arange(5) % 3
 
 
-@pytest.mark.parametrize("approximate", ["none", "tanh"])
+NETS: dict[str, Callable[..., nn.Module]] = {
+    "gelu": Net,
+    "tanh": partial(Net, approximate="tanh"),
+    "attention": Attention,
+}
+nets = pytest.mark.parametrize("net", NETS)
+
+
+@nets
 @pytest.mark.parametrize("positions", [False, True])
-def test_step_equals_the_dense_reference(positions: bool, approximate: str) -> None:
+def test_step_equals_the_dense_reference(positions: bool, net: str) -> None:
     """With positions, a plain parameter, the model is run in a vmap."""
-    model, (x, y) = Net(positions=positions, approximate=approximate).double(), batch()
+    model, (x, y) = NETS[net](positions=positions).double(), batch()
     mechanism = {"max_grad_norm": 0.5, "noise_multiplier": 0.7}
     dense = dense_information(model, loss_fn, x, y, **mechanism)
     unit = dense.gradient / dense.norm[:, None]
@@ -228,15 +268,16 @@ def test_step_equals_the_dense_reference(positions: bool, approximate: str) -> N
         torch.testing.assert_close(info.along, dense.along, rtol=1e-6, atol=1e-12)
         moved = [(across @ v.flatten()).square().sum(1) / (0.7 * 0.5) ** 2 for v in directions]
         torch.testing.assert_close(info.across, torch.stack(moved).mean(0), rtol=1e-6, atol=1e-12)
-        diagonal = measure(model, loss_fn, x, y, **mechanism, method=method, spectral=200)
-        torch.testing.assert_close(diagonal.spectral, dense.spectral, rtol=1e-6, atol=1e-12)
+        repeated = measure(model, loss_fn, x, y, **mechanism, method=method, spectral=200)
+        torch.testing.assert_close(repeated.spectral, dense.spectral, rtol=1e-6, atol=1e-12)
     for name, value in dense.gradient_sum.items():
         torch.testing.assert_close(info.gradient_sum[name], value, rtol=1e-6, atol=1e-9)
 
 
+@nets
 @pytest.mark.parametrize("positions", [False, True])
-def test_sums_without_a_clip_are_the_gradients_of_autograd(positions: bool) -> None:
-    model, (x, y) = Net(positions=positions).double(), batch()
+def test_sums_without_a_clip_are_the_gradients_of_autograd(positions: bool, net: str) -> None:
+    model, (x, y) = NETS[net](positions=positions).double(), batch()
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     want = grad(loss_fn(model(x), y).sum(), [*params.values()])
     got = sum_clipped(model, loss_fn, x, y, max_grad_norm=1e6, clip="hard").gradient_sum
@@ -287,3 +328,56 @@ def test_parameter_that_is_normalised_by_hand_is_seen() -> None:
     torch.testing.assert_close(got.norm, dense.norm, rtol=1e-7, atol=0)
     for name, value in dense.gradient_sum.items():
         torch.testing.assert_close(got.gradient_sum[name], value, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton comes with PyTorch's CUDA builds alone")
+def test_triton_kernels_in_the_interpreter() -> None:
+    """They equal autograd's derivatives in float64, by Triton's own interpreter, where it is installed."""
+    code = """
+import torch, torch.nn.functional as F
+from torch.autograd import grad
+from reconbound.fisher.passes import curve_kernels as kernels
+torch.manual_seed(0)
+
+def second(f, x, v, delta):
+    x = x.double().requires_grad_()
+    return grad(grad(f(x), x, delta.double(), create_graph=True)[0], x, v.double())[0]
+
+def close(got, want):
+    assert got.shape == want.shape and (got - want).abs().max() <= 3e-6 * want.abs().max(), (got - want).abs().max()
+
+for shape, dims in ((3, 4, 5), (5,)), ((6, 197), (197,)), ((2, 3, 8, 8), (8, 8)):
+    x, v, delta = (torch.randn(shape).transpose(0, 1).contiguous().transpose(0, 1) for _ in range(3))
+    _, mean, r = torch.native_layer_norm(x, dims, None, None, 1e-3)
+    got = kernels.curve_norm(v, delta, x, mean, r, torch.Size(dims).numel())
+    close(got, second(lambda x: F.layer_norm(x, dims, eps=1e-3), x, v, delta))
+    close(kernels.curve_softmax(v, delta, x.softmax(-1)), second(lambda x: x.softmax(-1), x, v, delta))
+    for form in ("none", "tanh"):
+        got = kernels.curve_gelu(3 * x, delta, tanh=form == "tanh") * v
+        close(got, second(lambda x: F.gelu(x, approximate=form), 3 * x, v, delta))
+        far = kernels.curve_gelu(torch.tensor([0.0, 1e30, -1e30]), torch.ones(3), tanh=form == "tanh")
+        assert far.isfinite().all() and not far[1:].any()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "TRITON_INTERPRET": "1"})
+
+
+SIGNATURES = {
+    "_curve_norm": ({**dict.fromkeys(("v", "delta", "x", "mean", "r", "out"), "*fp32"), "n": "i32"}, {"block": 1024}),
+    "_curve_softmax": ({**dict.fromkeys(("v", "delta", "share", "out"), "*fp32"), "n": "i32"}, {"block": 256}),
+    "_curve_gelu": ({**dict.fromkeys(("x", "delta", "out"), "*fp32"), "total": "i64"}, {"tanh": True, "block": 1024}),
+}
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton comes with PyTorch's CUDA builds alone")
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter does not compile")
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_triton_kernels_compile_for_a_gpu(name: str) -> None:
+    """To machine code of an H100 or H200, which needs no GPU."""
+    triton, kernels = (importlib.import_module(m) for m in ("triton", "reconbound.fisher.passes.curve_kernels"))
+    target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
+    signature, fixed = SIGNATURES[name]
+    source = triton.compiler.ASTSource(
+        fn=getattr(kernels, name), signature={**signature, **dict.fromkeys(fixed, "constexpr")}, constexprs=fixed
+    )
+    assert len(triton.compile(source, target=target).asm["cubin"]) > 1000

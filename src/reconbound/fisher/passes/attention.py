@@ -47,6 +47,40 @@ def attend(
     return output.transpose(0, 1), weights
 
 
+def attend_to_values(
+    func: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **how: Any,
+) -> Tensor | None:
+    """Computes F.scaled_dot_product_attention with a softmax that is cheap to differentiate.
+
+    None where it is left to PyTorch: with a mask, whose rows may be empty; dropout; groups of heads; half precision.
+
+    Args:
+        func: the function that is replaced.
+        query: (..., L, E).
+        key: (..., S, E).
+        value: (..., S, O).
+        attn_mask: added to the scores, or which of them count.
+        dropout_p: the share that is dropped.
+        is_causal: place i meets the places up to i.
+        how: scale and enable_gqa.
+    """
+    halved = query.dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(query.device.type)
+    if halved or attn_mask is not None or dropout_p > 0 or how.get("enable_gqa"):
+        return None
+    scale = how.get("scale")
+    scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.transpose(-2, -1)
+    if is_causal:
+        scores = scores + torch.full(scores.shape[-2:], -torch.inf, dtype=scores.dtype, device=scores.device).triu(1)
+    return torch.softmax(scores, -1) @ value
+
+
 def weight_norm(func: Any, v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     """Computes torch._weight_norm, g v/‖v‖, by functions that a vmap knows."""
     others = [i for i in range(v.dim()) if dim < 0 or i != dim]

@@ -41,8 +41,6 @@ from reconbound.fisher.passes.recorder import (
 )
 from reconbound.validate.private import Inputs, Problem, trainable
 
-_CANCELS = 1024.0  # how far the places of a record may cancel in a float32 sum over the batch
-
 
 class LayerPass:
     """One recorded forward and backward pass over a micro-batch; every product then follows from layer rules.
@@ -102,8 +100,8 @@ class LayerPass:
         self.weight_uses = uses_by_name(s.weight for s in self.sites)
         self.bias_uses = uses_by_name(s.bias for s in self.sites)
         self.formed: dict[str, Tensor] = {}
-        self.spreads: dict[int, Tensor] = {}  # Σ_l ‖a_l‖ ‖δ_l‖, (B,), of uses whose gradients are not formed
-        self.cancelling: set[int] = set()  # of those, the ones to be summed in float64
+        self.unformed: dict[int, products.GramSquares] = {}  # of uses with several places
+        self.cancelling: set[int] = set()  # of those, the ones to be summed in float64 (products.cancelling)
         self.columns: dict[int, Tensor] = {}  # of the inputs, kept while products Jv are to follow
         self.tangents: tuple[list[tuple[int, bool]], list[Tensor], Tensor] | None = None
         # a pull-back as a function of its seeds: (site, True if in δ) of each, and what arrived at z
@@ -142,7 +140,7 @@ class LayerPass:
             if formed is None:
                 formed, factors = self._formed(name, uses, self.own_pairs)
             if formed is None:
-                squares.append(self._above(i, *factors[0]))
+                self._add_above(squares, i, *factors[0])
             else:
                 self.formed[name] = formed
         return self._norms(squares)
@@ -259,8 +257,8 @@ class LayerPass:
         sums: dict[str, Tensor] = {}
         weights = self._wide(weights)
         self._form_biases()
-        for name, formed in self.formed.items():
-            sums[name] = (weights @ formed.flatten(1)).reshape(self.params[name].shape)
+        for name, total in products.weighted_sums(weights, self.formed).items():
+            sums[name] = total.reshape(self.params[name].shape)
         for i, (site, a, delta) in enumerate(zip(self.sites, self.inputs, self.deltas, strict=True)):
             if site.weight is not None and site.weight not in self.formed:
                 if i in self.cancelling:
@@ -282,15 +280,14 @@ class LayerPass:
         self._form_biases()
         if self.formed:
             squares = [*squares, products.squares_above(*self.formed.values())]
+        floats, frozen = self.dtype == torch.float64, capturing(self.losses)
+        if self.unformed:
+            squares = [*squares, products.gram_squares_above(self.unformed.values(), floored=frozen and not floats)]
         if not squares:
             return self.losses.new_zeros(len(self.losses), dtype=self.dtype)
         total = torch.stack(squares).sum(0).sqrt()
-        # Where the places of a record nearly cancel, the clip leaves it sums over places of up to C · S/n. A product
-        # over the whole batch rounds them by the size of what it has added up before, so that one record would move the
-        # shares of all others. In float64, n ≥ S · 5e-8 by its error term; while capturing, see `_above`.
-        if self.dtype != torch.float64 and self.spreads and not capturing(total):
-            far = torch.stack([s > _CANCELS * total for s in self.spreads.values()]).any(1).tolist()
-            self.cancelling = {i for i, is_far in zip(self.spreads, far, strict=True) if is_far}
+        if self.unformed and not (floats or frozen):
+            self.cancelling = products.cancelling(self.unformed, total)
         return products.rounded_above(total, self.dtype)
 
     def _form_biases(self) -> None:
@@ -313,19 +310,21 @@ class LayerPass:
         forms = products.forms_gradient(*factors[0], sum(columns.shape[-1] for columns, _ in factors))
         return products.summed_gradients(factors) if forms else None, factors
 
-    def _above(self, i: int, columns: Tensor, rows: Tensor, grams: Pair | None = None) -> Tensor:
-        """Returns squares not below those of the contributions that `weighted_sum` makes of this use, (B,)."""
+    def _add_above(
+        self, squares: list[Tensor], i: int, columns: Tensor, rows: Tensor, grams: Pair | None = None
+    ) -> None:
+        """Adds squares, not below those of the contributions that `weighted_sum` makes of this use, (B,).
+
+        They go to the list, where a record has one place, so that nothing can cancel, and otherwise to `unformed`.
+        """
         places, convolution = rows.shape[-1], isinstance(self.sites[i].rule, ConvRule)
         rounding = products.sum_rounding(places, self.deltas[i], convolution=convolution)
         of_columns, of_rows = grams or (products.gram(columns, columns), products.gram(rows, rows))
-        if places == 1 and columns.is_floating_point():  # nothing can cancel
-            return products.single_place_squares_above(of_columns, of_rows, columns, rows, rounding)
+        if places == 1 and columns.is_floating_point():
+            squares.append(products.single_place_squares_above(of_columns, of_rows, columns, rows, rounding))
+            return
         width = rows.shape[2] + (columns.shape[2] if columns.is_floating_point() else 0)
-        squares = products.gram_squares_above(of_columns, of_rows, width, rounding)
-        self.spreads[i] = products.spread(of_columns, of_rows)
-        if capturing(rows) and self.dtype != torch.float64:  # values cannot be read: such records are clipped further
-            squares = torch.maximum(squares, (self.spreads[i] / _CANCELS).square())
-        return squares
+        self.unformed[i] = products.GramSquares.of(of_columns, of_rows, width, rounding)
 
     def _record_direction(
         self, pairs: list[list[Pair]], squares: list[Tensor] | None = None, *, moving: bool = False
@@ -387,7 +386,7 @@ class LayerPass:
             t = products.combined(others[0], of_rows).to(self.dtype)
             along_input[i] = rule.from_columns(t, self.inputs[i].shape)
         if squares is not None:
-            squares.append(self._above(i, columns, rows, (of_columns, of_rows)))
+            self._add_above(squares, i, columns, rows, (of_columns, of_rows))
 
     def _bias_direction(self, uses: list[int], pairs: list[list[Pair]]) -> Tensor:
         """Returns the bias gradients, (B, O). A pair (ȧ, δ) adds nothing: the bias does not meet the input."""

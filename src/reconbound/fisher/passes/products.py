@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from operator import attrgetter
 
 import torch
@@ -18,11 +19,12 @@ _FEW_PLACES = 4
 _SHORTENING = {"none": 0.0, "ieee": 0.0, "highest": 0.0, "tf32": 2.0**-10, "high": 2.0**-10}
 _SHORTENING |= {"bf16": 2.0**-8, "medium": 2.0**-8}
 _STRETCH = 256
+_CANCELS = 1024.0  # how far the places of a record may cancel in a float32 sum over the batch
 _FEW_ON_CUDA, _FEW_ON_CPU = 2**20, 2**16
 _PART = (
     2**20
 )  # numbers of patches that stay in a CPU's cache; memory that is not used again costs more than the product
-_SMALL = 8192  # on CUDA a gradient of so few numbers is formed: cuDNN sums those that are not, slowly
+_SMALL = 8192  # on CUDA a gradient of so few numbers is formed: cuDNN sums those that are not, slowly; they are joined
 
 
 def precise(values: Tensor) -> Tensor:
@@ -61,12 +63,16 @@ def squares(*gradients: Tensor) -> Tensor:
     """Returns the squared norm of each record's rows taken together, (B,), in float64."""
     flat = [g.flatten(1) for g in gradients]
     few = [f for f in flat if _in_float64(f)]
-    found = [_squared_in_stretches(f) for f in flat if not _in_float64(f)]
-    if few:
-        joined = few[0] if len(few) == 1 else torch.cat(few, 1)
-        sizes: Tensor = torch.linalg.vector_norm(joined, dim=1, dtype=torch.float64)
-        found.append(sizes.square())
-    return found[0] if len(found) == 1 else torch.stack(found).sum(0)
+    many = [part for f in flat if not _in_float64(f) for part in _norms_of_stretches(f)]
+    found = [_squares_of_rows(parts) for parts in (few, many) if parts]
+    return found[0] if len(found) == 1 else found[0] + found[1]
+
+
+def _squares_of_rows(parts: list[Tensor]) -> Tensor:
+    """Returns the squared norm of each row of parts that lie side by side, (B,), in float64."""
+    joined = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    sizes: Tensor = torch.linalg.vector_norm(joined, dim=1, dtype=torch.float64)
+    return sizes.square()
 
 
 def _in_float64(values: Tensor) -> bool:
@@ -74,16 +80,16 @@ def _in_float64(values: Tensor) -> bool:
     return values.dtype == torch.float64 or values.numel() < (_FEW_ON_CUDA if values.is_cuda else _FEW_ON_CPU)
 
 
-def _squared_in_stretches(flat: Tensor) -> Tensor:
-    """Returns the squared norm of each row: stretches of 256 numbers in their own precision, their sum in float64."""
+def _norms_of_stretches(flat: Tensor) -> list[Tensor]:
+    """Returns the norms of each row's stretches of 256 numbers, and of its rest, in their own precision, (B, n)."""
     stretches, rest = divmod(flat.shape[1], _STRETCH)
     found: list[Tensor] = []
     if stretches:
         whole = flat[:, : stretches * _STRETCH].unflatten(1, (stretches, _STRETCH))
-        found.append(torch.linalg.vector_norm(whole, dim=2).double().square().sum(1))
+        found.append(torch.linalg.vector_norm(whole, dim=2))
     if rest or not stretches:
-        found.append(torch.linalg.vector_norm(flat[:, stretches * _STRETCH :], dim=1).double().square())
-    return found[0] if len(found) == 1 else found[0] + found[1]
+        found.append(torch.linalg.vector_norm(flat[:, stretches * _STRETCH :], dim=1, keepdim=True))
+    return found
 
 
 def squares_above(*gradients: Tensor) -> Tensor:
@@ -159,14 +165,39 @@ def joined(factors: list[Pair]) -> Pair:
     return torch.cat([columns for columns, _ in factors], -1), torch.cat([rows for _, rows in factors], -1)
 
 
-def spread(of_columns: Tensor, of_rows: Tensor) -> Tensor:
-    """Returns S = Σ_l ‖a_l‖ ‖δ_l‖ over all places and groups of each record, (B,), from the Gram matrices."""
-    sizes = of_columns.diagonal(dim1=2, dim2=3) * of_rows.diagonal(dim1=2, dim2=3)
-    return sizes.sqrt().sum((1, 2))
+@dataclass(frozen=True)
+class GramSquares:
+    """Squares of gradients that are not formed, from their Gram matrices, and what bounds their rounding.
+
+    Attributes:
+        squares: Σ (AᵀA ∘ DᵀD) of each record, (B,).
+        spread: S = Σ_l ‖a_l‖ ‖δ_l‖ over all places and groups of each record, (B,).
+        own_error: the relative error of the squares, in units of S².
+        rounding: the relative error of the sum over places in the precision that it is made in.
+    """
+
+    squares: Tensor
+    spread: Tensor
+    own_error: float
+    rounding: float
+
+    @classmethod
+    def of(cls, of_columns: Tensor, of_rows: Tensor, width: int, rounding: float) -> GramSquares:
+        """Returns the squares of a use.
+
+        Args:
+            of_columns: AᵀA of each record, (B, g, L, L), in float64, or of equal indices.
+            of_rows: DᵀD of each record, (B, g, L, L), in float64.
+            width: K + O, the lengths of a column and of a row.
+            rounding: see `sum_rounding`.
+        """
+        sizes = of_columns.diagonal(dim1=2, dim2=3) * of_rows.diagonal(dim1=2, dim2=3)
+        own_error = (width + math.prod(of_rows.shape[1:]) + 8) * 2.0**-53
+        return cls(gram_squares(of_columns, of_rows), sizes.sqrt().sum((1, 2)), own_error, rounding)
 
 
-def gram_squares_above(of_columns: Tensor, of_rows: Tensor, width: int, rounding: float) -> Tensor:
-    """Returns squares, (B,), that no rounding puts below ‖fl(D Aᵀ)‖², the contribution as a sum computes it.
+def gram_squares_above(uses: Iterable[GramSquares], *, floored: bool = False) -> Tensor:
+    """Returns squares, (B,), that no rounding puts below Σ ‖fl(D Aᵀ)‖² of these uses, as a sum computes them.
 
     With S = Σ_l ‖a_l‖ ‖δ_l‖, L places, g groups and u = 2⁻⁵³ (docs/theory/fisher.md):
 
@@ -174,15 +205,36 @@ def gram_squares_above(of_columns: Tensor, of_rows: Tensor, width: int, rounding
         ‖fl(D Aᵀ)‖ ≤ ‖D Aᵀ‖ + rounding · S                   rounding: see `sum_rounding`
 
     Args:
-        of_columns: AᵀA of each record, (B, g, L, L), in float64, or of equal indices.
-        of_rows: DᵀD of each record, (B, g, L, L), in float64.
-        width: K + O, the lengths of a column and of a row.
-        rounding: the relative error of the sum over places in the precision that the sum is made in.
+        uses: the squares of each use. Those with equal rounding are taken together, with the largest of their errors.
+        floored: take no use below S/1024, as where values cannot be read (see `cancelling`).
     """
-    whole = spread(of_columns, of_rows)
-    own_error = (width + math.prod(of_rows.shape[1:]) + 8) * 2.0**-53
-    squares = gram_squares(of_columns, of_rows).clamp(min=0) + own_error * whole.square()
-    return (squares.sqrt() + rounding * whole).square()
+    alike: dict[float, list[GramSquares]] = {}
+    for use in uses:
+        alike.setdefault(use.rounding, []).append(use)
+    found = []
+    for rounding, group in alike.items():
+        found_squares = torch.stack([use.squares for use in group]).clamp(min=0)
+        whole = torch.stack([use.spread for use in group])
+        above = torch.addcmul(found_squares, whole, whole, value=max(use.own_error for use in group)).sqrt()
+        above = torch.add(above, whole, alpha=rounding)
+        found.append((torch.maximum(above, whole / _CANCELS) if floored else above).square().sum(0))
+    return found[0] if len(found) == 1 else torch.stack(found).sum(0)
+
+
+def cancelling(uses: Mapping[int, GramSquares], norms: Tensor) -> set[int]:
+    """Returns the uses to be summed in float64: those in which the places of a record nearly cancel, S > 1024 n.
+
+    There the clip leaves the record sums over places of up to C · S/n. A product over the whole batch rounds them by
+    the size of what it has added up before, so that one record would move the shares of all others. In float64,
+    n ≥ S · 5e-8 by its error term. While a graph is captured no value can be read; such records are clipped further.
+
+    Args:
+        uses: by number.
+        norms: n of each record, (B,), in float64.
+    """
+    spreads = torch.stack([use.spread for use in uses.values()])
+    far = (spreads > _CANCELS * norms).any(1).tolist()
+    return {i for i, is_far in zip(uses, far, strict=True) if is_far}
 
 
 def sum_rounding(places: int, like: Tensor, *, convolution: bool) -> float:
@@ -211,6 +263,22 @@ def sum_rounding(places: int, like: Tensor, *, convolution: bool) -> float:
 def rounded_above(norms: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns float64 norms in this dtype, with room for the rounding of a clip's factor and of the sum it enters."""
     return (norms * (1 + sum_rounding(4, norms.new_empty((), dtype=dtype), convolution=False))).to(dtype)
+
+
+def weighted_sums(weights: Tensor, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns Σ_i weights_i g_i of gradients (B, ...), by name, flat; the small ones in one product.
+
+    Args:
+        weights: (B,).
+        gradients: those of each record, by name.
+    """
+    flat = {name: g.flatten(1) for name, g in gradients.items()}
+    small = {name: f for name, f in flat.items() if f.shape[1] <= _SMALL}
+    if len(small) < 2:
+        return {name: weights @ f for name, f in flat.items()}
+    joined = weights @ torch.cat([*small.values()], 1)
+    found = dict(zip(small, joined.split([f.shape[1] for f in small.values()]), strict=True))
+    return {name: found[name] if name in found else weights @ f for name, f in flat.items()}
 
 
 def forms_gradient(columns: Tensor, rows: Tensor, places: int) -> bool:

@@ -21,10 +21,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
 from reconbound.fisher.options import capturing
-from reconbound.fisher.passes.attention import attend, weight_norm
+from reconbound.fisher.passes.attention import attend, attend_to_values, weight_norm
 from reconbound.fisher.passes.convolutions import convolve, pool, poolable
 from reconbound.fisher.passes.layers import ConvRule, EmbeddingRule, LinearRule, Rule, ScaleRule
-from reconbound.fisher.passes.smooth import gelu, layer_norm
+from reconbound.fisher.passes.smooth import gelu, layer_norm, softmax
 from reconbound.validate.model import CHECKPOINTING
 from reconbound.validate.private import Inputs, Problem, batch_rows
 from reconbound.validate.watch import REPLACED, TwiceDifferentiable, close, each_side
@@ -283,6 +283,15 @@ def _gelu(rec: Recorder, input: Tensor, *, approximate: str = "none") -> Tensor:
     return gelu(input, approximate)
 
 
+def _softmax(
+    rec: Recorder, input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Tensor | None:
+    """Replaces softmax by a form that is cheaper to differentiate; records nothing. Not in half precision."""
+    if dim is None or dtype is not None or input.dtype not in (torch.float32, torch.float64):
+        return None
+    return softmax(input, dim + 1 if rec.mapped and dim >= 0 else dim)
+
+
 _KNOWN: dict[Any, Callable[..., Tensor | None]] = {
     F.linear: _linear,
     F.conv1d: _conv(1),
@@ -291,6 +300,9 @@ _KNOWN: dict[Any, Callable[..., Tensor | None]] = {
     F.avg_pool2d: _avg_pool2d,
     F.embedding: _embedding,
     F.gelu: _gelu,
+    F.softmax: _softmax,
+    torch.softmax: _softmax,
+    Tensor.softmax: _softmax,
     F.layer_norm: _normalised(layer_norm, lambda shape: ScaleRule(False, len(shape))),
     F.group_norm: _normalised(_group_norm, lambda groups: ScaleRule(True, 1)),
 }
@@ -298,6 +310,7 @@ _IMAGES = {F.conv1d: 3, F.conv2d: 4, F.conv3d: 5, F.avg_pool2d: 4, F.group_norm:
 _REPLACED: dict[Any, Callable[..., Any]] = {
     **REPLACED,
     F.multi_head_attention_forward: attend,
+    F.scaled_dot_product_attention: attend_to_values,
     torch._weight_norm: weight_norm,
 }
 _TRANSFORMS = (torch.autograd.grad, Tensor.backward)

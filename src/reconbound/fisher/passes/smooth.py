@@ -1,16 +1,19 @@
-"""LayerNorm and GELU, cheap to differentiate twice.
+"""LayerNorm, softmax and GELU, cheap to differentiate twice.
 
 PyTorch writes their double backward as up to 60 small operations, and differentiates these one by one for a product
-with J. Here it is a formula. With m(·) the mean over the n normalised dimensions, x̂ = r (x − m(x)) and
-r = (m((x − m(x))²) + ε)^(−1/2), LayerNorm is the gradient of n/r. So its derivatives are symmetric:
+with J. Here it is a formula. Each of the three is the gradient of a function: of n/r, of log Σ eˣ, and of one of each
+number. So its derivative P(δ) is symmetric, and the derivative of P(δ) in x, applied to v, is so in all its arguments:
 
-    P(δ)    = r (δ − m(δ) − x̂ m(δ x̂))                                 the backward of LayerNorm
-    Q(v, δ) = −r (m(δ x̂) P(v) + m(v x̂) P(δ) + m(v P(δ)) x̂)            the backward of P(δ) in x, given v
-    g₂(x)   = φ(x) (2 − x²)                                           the second derivative of GELU
+    ⟨w, Q(v, δ)⟩ = ⟨v, Q(w, δ)⟩ = ⟨δ, Q(v, w)⟩
 
-Each function here returns a value that was computed without a graph, with a backward that calls such a function again.
-What a gradient in one input needs is computed only where that gradient is asked for. A third derivative in x is
-refused.
+    LayerNorm   P(δ) = r (δ − m(δ) − x̂ m(δ x̂))     Q(v, δ) = −r (m(δ x̂) P(v) + m(v x̂) P(δ) + m(v P(δ)) x̂)
+    softmax     P(δ) = S (δ − Σ S δ)                 Q(v, δ) = q − S Σ q,   q = (v − Σ S v) P(δ)
+    GELU        P(δ) = (Φ + x φ) δ                   Q(v, δ) = φ (2 − x²) v δ
+
+with m(·) the mean over the n normalised dimensions, x̂ = r (x − m(x)), r = (m((x − m(x))²) + ε)^(−1/2).
+
+P and Q are values that are computed without a graph; what a gradient in one of their arguments needs is computed where
+that gradient is asked for, by P or Q again. The derivative of Q in x is refused.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from reconbound.fisher.passes import curve_kernels
 
 _CUBE = 0.044715  # of the tanh form of GELU
 _FAR = 55.0  # from here on g₂ is 0 in every precision, and larger numbers would overflow
@@ -76,6 +81,54 @@ def _refuse(grad: Tensor) -> Tensor:
     raise NotImplementedError("third derivatives of LayerNorm and GELU in their input are not computed")
 
 
+class _Point:
+    """A function at x: P, and Q."""
+
+    x: Tensor  # in the graph
+
+    def pull(self, delta: Tensor) -> Tensor:
+        """Returns P(δ)."""
+        raise NotImplementedError
+
+    def terms(self, delta: Tensor) -> Any:
+        """Returns what `curve` takes of δ, to be computed once."""
+
+    def curve(self, v: Tensor, delta: Tensor, terms: Any) -> Tensor:
+        """Returns Q(v, δ)."""
+        raise NotImplementedError
+
+
+class _Direction:
+    """A gradient δ at a point, with its terms, computed once where they are used."""
+
+    def __init__(self, delta: Tensor, at: _Point) -> None:
+        self.delta, self.at = delta, at
+        self.terms: tuple[Any, ...] = ()
+
+    def curve(self, v: Tensor) -> Tensor:
+        self.terms = self.terms or (self.at.terms(self.delta),)
+        return self.at.curve(v, self.delta, *self.terms)
+
+
+def _pulled(delta: Tensor, at: _Point) -> Tensor:
+    """Returns P(δ), to be differentiated in δ and in x."""
+    with torch.no_grad():
+        value = at.pull(delta)
+    direction = _Direction(delta, at)
+    at_x: Transpose = lambda v: _curved(v, direction)  # noqa: E731
+    return _differentiable(value, (delta, lambda v: _pulled(v, at)), (at.x, at_x))
+
+
+def _curved(v: Tensor, direction: _Direction) -> Tensor:
+    """Returns Q(v, δ), to be differentiated in v and in δ."""
+    at = direction.at
+    with torch.no_grad():
+        value = direction.curve(v)
+    at_v: Transpose = lambda w: _curved(w, direction)  # noqa: E731
+    at_delta: Transpose = lambda w: _curved(w, _Direction(v, at))  # noqa: E731
+    return _differentiable(value, (v, at_v), (direction.delta, at_delta), (at.x, _refuse))
+
+
 def layer_norm(a: Tensor, shape: Any, eps: float) -> Tensor:
     """Computes F.layer_norm without its affine part; half precision in float32, as PyTorch's kernels do inside.
 
@@ -112,7 +165,7 @@ _norm: Callable[..., Tensor] = _Norm.apply
 
 
 @dataclass
-class _Rows:
+class _Rows(_Point):
     """Rows x that were normalised over the last dimensions, of this shape, with m(x) and r of each."""
 
     x: Tensor
@@ -121,60 +174,98 @@ class _Rows:
     shape: tuple[int, ...]
     _normalised: tuple[Tensor, Tensor] | None = None
 
-    def normalised(self) -> tuple[Tensor, Tensor]:
-        """Returns x̂ and −r/n of each row."""
-        if self._normalised is None:
-            self._normalised = (self.x - self.mean) * self.r, self.r * (-1 / math.prod(self.shape))
-        return self._normalised
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
 
     def pull(self, delta: Tensor) -> Tensor:
-        """Returns P(δ)."""
         chosen = (True, False, False)
         stats = (self.mean, self.r, None, None, chosen)
         found: Tensor = torch.ops.aten.native_layer_norm_backward(delta, self.x, self.shape, *stats)[0]
         return found
 
-    def mean_product(self, v: Tensor, w: Tensor) -> Tensor:
+    def terms(self, delta: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Returns P(δ) and −r m(δ x̂)."""
+        if curve_kernels.kernels_apply(self.x, self.size):
+            return None
+        return self.pull(delta), self._mean_product(delta, self._statistics()[0])
+
+    def curve(self, v: Tensor, delta: Tensor, terms: tuple[Tensor, Tensor] | None) -> Tensor:
+        if terms is None:
+            return curve_kernels.curve_norm(v, delta, self.x, self.mean, self.r, self.size)
+        normalised = self._statistics()[0]
+        found = torch.addcmul(self._mean_product(v, normalised) * terms[0], terms[1], self.pull(v))
+        return found.addcmul_(self._mean_product(v, terms[0]), normalised)
+
+    def _statistics(self) -> tuple[Tensor, Tensor]:
+        """Returns x̂ and −r/n of each row."""
+        if self._normalised is None:
+            self._normalised = (self.x - self.mean) * self.r, self.r * (-1 / self.size)
+        return self._normalised
+
+    def _mean_product(self, v: Tensor, w: Tensor) -> Tensor:
         """Returns −r m(v w) of each row."""
         dims = tuple(range(-len(self.shape), 0))
-        return (v * w).sum(dims, keepdim=True) * self.normalised()[1]
+        return (v * w).sum(dims, keepdim=True) * self._statistics()[1]
+
+
+def softmax(a: Tensor, dim: int) -> Tensor:
+    """Computes torch.softmax of float32 and float64."""
+    return _softmax(_place(a), a.detach(), dim)
+
+
+class _Place(torch.autograd.Function):
+    """A tensor at x's place in the graph, of its shape, that keeps none of its numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach().new_empty(()).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0]
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, place: Tensor, a: Tensor, dim: int) -> Tensor:
+        output = torch.softmax(a, dim)
+        ctx.dim = dim
+        ctx.save_for_backward(place, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        place, output = ctx.saved_tensors
+        return _pulled(grads[0], _Shares(place, output.detach(), ctx.dim)), None, None
+
+
+_place: Callable[[Tensor], Tensor] = _Place.apply
+_softmax: Callable[..., Tensor] = _Softmax.apply
 
 
 @dataclass
-class _Direction:
-    """A gradient δ at the output, with P(δ) and −r m(δ x̂), computed once where they are used."""
+class _Shares(_Point):
+    """The place of scores x, and their softmax S over a dimension."""
 
-    delta: Tensor
-    rows: _Rows
-    _found: tuple[Tensor, Tensor] | None = None
+    x: Tensor
+    share: Tensor
+    dim: int
 
-    def terms(self) -> tuple[Tensor, Tensor]:
-        if self._found is None:
-            with torch.no_grad():
-                along = self.rows.mean_product(self.delta, self.rows.normalised()[0])
-                self._found = self.rows.pull(self.delta), along
-        return self._found
+    def pull(self, delta: Tensor) -> Tensor:
+        found: Tensor = torch._softmax_backward_data(delta, self.share, self.dim, self.share.dtype)
+        return found
 
+    def terms(self, delta: Tensor) -> Tensor | None:
+        """Returns P(δ)."""
+        last = self.dim in (-1, self.share.dim() - 1)
+        return None if last and curve_kernels.kernels_apply(self.share, self.share.shape[-1]) else self.pull(delta)
 
-def _pulled(delta: Tensor, rows: _Rows) -> Tensor:
-    """Returns P(δ), to be differentiated in δ and in x."""
-    with torch.no_grad():
-        value = rows.pull(delta)
-    direction = _Direction(delta, rows)
-    at_x: Transpose = lambda v: _curved(_Direction(v, rows), direction)  # noqa: E731
-    return _differentiable(value, (delta, lambda v: _pulled(v, rows)), (rows.x, at_x))
-
-
-def _curved(first: _Direction, second: _Direction) -> Tensor:
-    """Returns Q(v, δ), to be differentiated in both; ⟨w, Q(v, δ)⟩ is the same in any order of w, v and δ."""
-    rows = first.rows
-    with torch.no_grad():
-        (pulled, along), (other, other_along) = first.terms(), second.terms()
-        across = rows.mean_product(first.delta, other)
-        value = torch.addcmul(other_along * pulled, along, other).addcmul_(across, rows.normalised()[0])
-    at_first: Transpose = lambda w: _curved(_Direction(w, rows), second)  # noqa: E731
-    at_second: Transpose = lambda w: _curved(_Direction(w, rows), first)  # noqa: E731
-    return _differentiable(value, (first.delta, at_first), (second.delta, at_second), (rows.x, _refuse))
+    def curve(self, v: Tensor, delta: Tensor, terms: Tensor | None) -> Tensor:
+        if terms is None:
+            return curve_kernels.curve_softmax(v, delta, self.share)
+        q = (v - (self.share * v).sum(self.dim, keepdim=True)).mul_(terms)
+        return q.addcmul_(self.share, q.sum(self.dim, keepdim=True), value=-1)
 
 
 def gelu(a: Tensor, approximate: str = "none") -> Tensor:
@@ -192,26 +283,27 @@ class _Gelu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (x,) = ctx.saved_tensors
-        return _gelu_pulled(grads[0], _Activation(x, ctx.approximate)), None
+        return _pulled(grads[0], _Activation(x, ctx.approximate)), None
 
 
 _gelu: Callable[..., Tensor] = _Gelu.apply
 
 
 @dataclass
-class _Activation:
+class _Activation(_Point):
     """The inputs x of a GELU, and which form of it."""
 
     x: Tensor
     approximate: str
 
     def pull(self, delta: Tensor) -> Tensor:
-        """Returns g₁(x) δ."""
         found: Tensor = torch.ops.aten.gelu_backward(delta, self.x, approximate=self.approximate)
         return found
 
-    def curve(self, delta: Tensor) -> Tensor:
-        """Returns g₂(x) δ; half precision is computed in float32."""
+    def terms(self, delta: Tensor) -> Tensor:
+        """Returns g₂(x) δ, g₂ the second derivative; half precision is computed in float32."""
+        if curve_kernels.kernels_apply(self.x):
+            return curve_kernels.curve_gelu(self.x, delta, tanh=self.approximate == "tanh")
         x = self.x.to(torch.promote_types(self.x.dtype, torch.float32))
         if self.approximate == "none":  # in this order nothing overflows: φ is 0 first
             height = torch.full((), 0.5 * math.log(2 / math.pi), dtype=x.dtype, device=x.device)
@@ -227,28 +319,5 @@ class _Activation:
         found = torch.addcmul(slope + half, x * t, slope.square(), value=-1)
         return found.mul_(1 - t.square()).mul_(delta).to(delta.dtype)
 
-
-@dataclass
-class _Curvature:
-    """g₂(x) δ, computed once where it is used."""
-
-    delta: Tensor
-    at: _Activation
-    _found: Tensor | None = None
-
-    def differentiable(self) -> Tensor:
-        """Returns g₂(x) δ, to be differentiated in δ."""
-        if self._found is None:
-            with torch.no_grad():
-                self._found = self.at.curve(self.delta)
-        at_delta: Transpose = lambda v: _Curvature(v, self.at).differentiable()  # noqa: E731
-        return _differentiable(self._found, (self.delta, at_delta), (self.at.x, _refuse))
-
-
-def _gelu_pulled(delta: Tensor, at: _Activation) -> Tensor:
-    """Returns g₁(x) δ, to be differentiated in δ and in x."""
-    with torch.no_grad():
-        value = at.pull(delta)
-    curvature = _Curvature(delta, at)
-    at_x: Transpose = lambda v: v * curvature.differentiable()  # noqa: E731
-    return _differentiable(value, (delta, lambda v: _gelu_pulled(v, at)), (at.x, at_x))
+    def curve(self, v: Tensor, delta: Tensor, terms: Tensor) -> Tensor:
+        return v * terms
