@@ -188,7 +188,10 @@ def test_parts_of_a_pass_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(
     ("collate", "match"),
-    [(int, "collate must make a pair .* but failed"), (len, "collate must make a pair .*, got 'one that returns a int'")],
+    [
+        (int, "collate must make a pair .* but failed"),
+        (len, "collate must make a pair .*, got 'one that returns a int'"),
+    ],
 )
 def test_a_function_that_does_not_make_batches_is_named(collate: Any, match: str) -> None:
     with pytest.raises(InputError, match=match):
