@@ -11,6 +11,7 @@ which has only loaded the data and the model.
     OMP_NUM_THREADS=1 python benchmarks/opacus_overhead.py [--steps N] [--rounds 3] [--problems images table]"""
 
 import argparse
+import copy
 import json
 import re
 import subprocess
@@ -63,9 +64,8 @@ def prepared(problem: str) -> tuple[nn.Module, TensorDataset]:
     return make(), TensorDataset(x, y)
 
 
-def training(problem: str, way: str) -> Callable[[], None]:
+def training(network: nn.Module, data: TensorDataset, way: str) -> Callable[[], None]:
     """Returns a function that takes one step of a training with Opacus, watched in this way."""
-    network, data = prepared(problem)
     criterion = nn.CrossEntropyLoss()
     model, optimizer, loader = PrivacyEngine().make_private(
         module=network,
@@ -95,7 +95,7 @@ def peak_memory(problem: str, way: str, steps: int) -> int:
     if way == "nothing":
         prepared(problem)
     else:
-        step = training(problem, way)
+        step = training(*prepared(problem), way)
         for _ in range(FIRST + steps):
             step()
     # not getrusage: its peak counts the process that started this one
@@ -110,7 +110,8 @@ def in_child(problem: str, way: str, steps: int) -> int:
 
 def taken_in_turns(problem: str, steps: int) -> dict[str, tuple[float, float]]:
     """Returns the CPU time and the time that each way of training takes for these steps, in turns."""
-    ways = {way: training(problem, way) for way in ("alone", *TARGETS)}
+    network, data = prepared(problem)  # the same data for all: where they are in memory makes a difference
+    ways = {way: training(copy.deepcopy(network), data, way) for way in ("alone", *TARGETS)}
     taken = dict.fromkeys(ways, (0.0, 0.0))
     for number in range(FIRST + steps):
         for way in [*ways][:: 1 if number % 2 else -1]:
