@@ -143,9 +143,14 @@ class TradeOff(ABC):
             if k & 1:
                 found = power if found is None else _chain(found, power)
             k >>= 1
-            power = _chain(power, power) if k else power
+            power = power._doubled if k else power
         assert found is not None
         return found
+
+    @cached_property
+    def _doubled(self) -> TradeOff:
+        """Returns the curve of two steps, once for groups of several sizes."""
+        return _chain(self, self)
 
 
 @dataclass(frozen=True)

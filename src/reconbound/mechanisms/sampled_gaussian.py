@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -211,7 +212,7 @@ class SampledGaussian(Mechanism):
         if self.sample_rate == 1:  # all steps are one Gaussian release
             shift = self.m * math.sqrt(self.steps) * (1 + 1e-15)
             return GaussianTradeOff(2 * shift if replaced else shift)
-        return super().trade_off(adjacency)
+        return _sampled_trade_off(self, adjacency)
 
     def epsilon_at(self, delta: float, adjacency: str = REPLACE_ONE) -> float | None:
         simple = super().epsilon_at(delta, adjacency)
@@ -251,3 +252,9 @@ class SampledGaussian(Mechanism):
         if self.sampler != "shuffle":
             return ()
         return ("Shuffled epochs: sampling brings no protection, so each epoch counts as one step with every record.",)
+
+
+@lru_cache(maxsize=16)
+def _sampled_trade_off(mechanism: SampledGaussian, adjacency: str) -> TradeOff | None:
+    """Returns the curve by order 2 and loss distributions, computed once for groups of several sizes."""
+    return super(SampledGaussian, mechanism).trade_off(adjacency)
