@@ -254,11 +254,10 @@ class LayerPass:
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
         """Returns Σ_i weights_i g_i, by parameter name, in float32 or wider."""
-        sums: dict[str, Tensor] = {}
         weights = self._wide(weights)
         self._form_biases()
-        for name, total in products.weighted_sums(weights, self.formed).items():
-            sums[name] = total.reshape(self.params[name].shape)
+        found = products.weighted_sums(weights, self.formed)
+        sums = {name: total.reshape(self.params[name].shape) for name, total in found.items()}
         for i, (site, a, delta) in enumerate(zip(self.sites, self.inputs, self.deltas, strict=True)):
             if site.weight is not None and site.weight not in self.formed:
                 if i in self.cancelling:
