@@ -140,7 +140,7 @@ class LayerPass:
             if formed is None:
                 formed, factors = self._formed(name, uses, self.own_pairs)
             if formed is None:
-                self._add_above(squares, i, *factors[0])
+                self._bound(squares, i, *factors[0])
             else:
                 self.formed[name] = formed
         return self._norms(squares)
@@ -254,11 +254,10 @@ class LayerPass:
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
         """Returns Σ_i weights_i g_i, by parameter name, in float32 or wider."""
-        sums: dict[str, Tensor] = {}
         weights = self._wide(weights)
         self._form_biases()
-        for name, total in products.weighted_sums(weights, self.formed).items():
-            sums[name] = total.reshape(self.params[name].shape)
+        found = products.weighted_sums(weights, self.formed)
+        sums = {name: total.reshape(self.params[name].shape) for name, total in found.items()}
         for i, (site, a, delta) in enumerate(zip(self.sites, self.inputs, self.deltas, strict=True)):
             if site.weight is not None and site.weight not in self.formed:
                 if i in self.cancelling:
@@ -310,9 +309,7 @@ class LayerPass:
         forms = products.forms_gradient(*factors[0], sum(columns.shape[-1] for columns, _ in factors))
         return products.summed_gradients(factors) if forms else None, factors
 
-    def _add_above(
-        self, squares: list[Tensor], i: int, columns: Tensor, rows: Tensor, grams: Pair | None = None
-    ) -> None:
+    def _bound(self, squares: list[Tensor], i: int, columns: Tensor, rows: Tensor, grams: Pair | None = None) -> None:
         """Adds squares, not below those of the contributions that `weighted_sum` makes of this use, (B,).
 
         They go to the list, where a record has one place, so that nothing can cancel, and otherwise to `unformed`.
@@ -322,9 +319,9 @@ class LayerPass:
         of_columns, of_rows = grams or (products.gram(columns, columns), products.gram(rows, rows))
         if places == 1 and columns.is_floating_point():
             squares.append(products.single_place_squares_above(of_columns, of_rows, columns, rows, rounding))
-            return
-        width = rows.shape[2] + (columns.shape[2] if columns.is_floating_point() else 0)
-        self.unformed[i] = products.GramSquares.of(of_columns, of_rows, width, rounding)
+        else:
+            width = rows.shape[2] + (columns.shape[2] if columns.is_floating_point() else 0)
+            self.unformed[i] = products.GramSquares.of(of_columns, of_rows, width, rounding)
 
     def _record_direction(
         self, pairs: list[list[Pair]], squares: list[Tensor] | None = None, *, moving: bool = False
@@ -386,7 +383,7 @@ class LayerPass:
             t = products.combined(others[0], of_rows).to(self.dtype)
             along_input[i] = rule.from_columns(t, self.inputs[i].shape)
         if squares is not None:
-            self._add_above(squares, i, columns, rows, (of_columns, of_rows))
+            self._bound(squares, i, columns, rows, (of_columns, of_rows))
 
     def _bias_direction(self, uses: list[int], pairs: list[list[Pair]]) -> Tensor:
         """Returns the bias gradients, (B, O). A pair (ȧ, δ) adds nothing: the bias does not meet the input."""

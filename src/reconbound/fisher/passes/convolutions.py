@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from reconbound.validate.watch import each_side
+
 try:
     import triton  # type: ignore[import-not-found,unused-ignore]
     import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
@@ -174,6 +176,24 @@ def by_shifts(delta: Tensor, weight: Tensor, shape: tuple[int, ...], stride: int
     images = F.pixel_shuffle(found, s)
     rows, columns = (shape[2 + i] + padding[i] - images.shape[2 + i] for i in (0, 1))
     return F.pad(images, (-padding[1], columns, -padding[0], rows))
+
+
+def avg_pool2d(
+    rec: Any,
+    input: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Tensor | None:
+    """Computes F.avg_pool2d in a form that is cheap to differentiate, or returns None; the recorder records nothing."""
+    plain = set(each_side(padding, 2)) == {0} and not ceil_mode and divisor_override is None
+    if not plain:
+        return None
+    kernel, stride = each_side(kernel_size, 2), each_side(stride or kernel_size, 2)
+    return pool(input, kernel, stride) if poolable(input.shape, kernel, stride) else None
 
 
 def poolable(shape: torch.Size, kernel: Pair, stride: Pair) -> bool:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from reconbound.fisher.options import capturing
 from reconbound.fisher.passes.attention import attend, attend_to_values, weight_norm
-from reconbound.fisher.passes.convolutions import convolve, pool, poolable
+from reconbound.fisher.passes.convolutions import avg_pool2d, convolve
 from reconbound.fisher.passes.layers import ConvRule, EmbeddingRule, LinearRule, Rule, ScaleRule
 from reconbound.fisher.passes.smooth import gelu, layer_norm, softmax
 from reconbound.validate.model import CHECKPOINTING
@@ -236,24 +236,6 @@ def _embedding(
     return rec.add(EmbeddingRule(padding_idx), input, output, weight, None)
 
 
-def _avg_pool2d(
-    rec: Recorder,
-    input: Tensor,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    divisor_override: int | None = None,
-) -> Tensor | None:
-    """Replaces average pooling by a form that is cheaper to differentiate; records nothing."""
-    plain = set(each_side(padding, 2)) == {0} and not ceil_mode and divisor_override is None
-    if not plain:
-        return None
-    kernel, stride = each_side(kernel_size, 2), each_side(stride or kernel_size, 2)
-    return pool(input, kernel, stride) if poolable(input.shape, kernel, stride) else None
-
-
 def _normalised(function: Any, rule_of: Callable[[Any], ScaleRule]) -> Callable[..., Tensor | None]:
     def normalise(
         rec: Recorder,
@@ -297,7 +279,7 @@ _KNOWN: dict[Any, Callable[..., Tensor | None]] = {
     F.conv1d: _conv(1),
     F.conv2d: _conv(2),
     F.conv3d: _conv(3),
-    F.avg_pool2d: _avg_pool2d,
+    F.avg_pool2d: avg_pool2d,
     F.embedding: _embedding,
     F.gelu: _gelu,
     F.softmax: _softmax,
