@@ -18,10 +18,21 @@ settings.register_profile("reconbound", deadline=None, suppress_health_check=[He
 settings.load_profile("reconbound")
 
 
+FROZEN = [0]  # how many modules were imported when the garbage collector last lost sight of them
+
+
 def pytest_collection_finish():
     """Takes all that is imported by now out of the garbage collector's sight: collecting it again takes a second."""
     gc.collect()
     gc.freeze()
+    FROZEN[:] = [len(sys.modules)]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """The same after tests that imported much: a fleet of trainings collects garbage by itself when it ends."""
+    if len(sys.modules) > FROZEN[0] + 300 and nextitem is not None and nextitem.path != item.path:
+        pytest_collection_finish()
 
 
 @pytest.fixture(scope="session", autouse=True)
