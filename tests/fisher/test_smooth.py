@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from measuring import measure, sum_clipped
 from reconbound.fisher import dense_information
-from reconbound.fisher.passes.smooth import gelu, layer_norm, softmax
+from reconbound.fisher.passes.smooth import gelu, group_norm, layer_norm, softmax
 
 Function = Callable[[Tensor], Tensor]
 loss_fn = nn.CrossEntropyLoss(reduction="none")
@@ -62,6 +62,16 @@ PAIRS: dict[str, tuple[Function, Function, Tensor]] = {
         lambda x: layer_norm(x, (5,), 1e-5),
         lambda x: plain(x, 1, 1e-5),
         nearly_constant(),
+    ),
+    "group norm": (
+        lambda x: group_norm(x, 2, 1e-5),
+        lambda x: plain(x.unflatten(1, (2, 2)), 2, 1e-5).flatten(1, 2),
+        drawn(3, 4, 5),
+    ),
+    "group norm, turned": (
+        lambda x: group_norm(x.transpose(0, 3), 1, 0.1),
+        lambda x: plain(x.transpose(0, 3), 3, 0.1),
+        drawn(3, 4, 2, 2),
     ),
     "softmax": (lambda x: softmax(x, -1), lambda x: torch.softmax(x, -1), 2 * drawn(3, 4, 5)),
     "softmax, another dimension": (lambda x: softmax(x, 1), lambda x: torch.softmax(x, 1), 2 * drawn(3, 4, 5)),
@@ -243,10 +253,32 @@ def batch() -> tuple[Tensor, Tensor]:
     return x, torch.arange(5) % 3
 
 
+class Groups(nn.Module):
+    """Normalises groups of channels of images, with parameters, with frozen ones, and without."""
+
+    def __init__(self, *, positions: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.places = nn.Parameter(0.1 * torch.randn(4, 3), requires_grad=positions)
+        self.first, self.head = nn.Conv1d(4, 6, 2), nn.Linear(12, 3)
+        self.norm, self.frozen = nn.GroupNorm(3, 6), nn.GroupNorm(2, 6, eps=0.1).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.first(x + self.places))
+        return self.head(torch.tanh(self.frozen(h) - F.group_norm(h.sigmoid(), 1)).flatten(1))
+
+
+def test_groups_that_do_not_divide_the_channels_are_refused() -> None:
+    for shape, groups in (((2, 3, 4), 2), ((2, 3), 0), ((6,), 3)):
+        with pytest.raises((RuntimeError, ValueError, ZeroDivisionError)):
+            group_norm(torch.ones(shape), groups, 1e-5)
+
+
 NETS: dict[str, Callable[..., nn.Module]] = {
     "gelu": Net,
     "tanh": partial(Net, approximate="tanh"),
     "attention": Attention,
+    "groups": Groups,
 }
 nets = pytest.mark.parametrize("net", NETS)
 

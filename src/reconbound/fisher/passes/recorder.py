@@ -24,7 +24,7 @@ from reconbound.fisher.options import capturing
 from reconbound.fisher.passes.attention import attend, attend_to_values, weight_norm
 from reconbound.fisher.passes.convolutions import avg_pool2d, convolve
 from reconbound.fisher.passes.layers import ConvRule, EmbeddingRule, LinearRule, Rule, ScaleRule
-from reconbound.fisher.passes.smooth import gelu, layer_norm, softmax
+from reconbound.fisher.passes.smooth import gelu, group_norm, layer_norm, softmax
 from reconbound.validate.model import CHECKPOINTING
 from reconbound.validate.private import Inputs, Problem, batch_rows
 from reconbound.validate.watch import REPLACED, TwiceDifferentiable, close, each_side
@@ -256,10 +256,6 @@ def _normalised(function: Any, rule_of: Callable[[Any], ScaleRule]) -> Callable[
     return normalise
 
 
-def _group_norm(a: Tensor, groups: int, eps: float) -> Tensor:
-    return F.group_norm(a, groups, eps=eps)
-
-
 def _gelu(rec: Recorder, input: Tensor, *, approximate: str = "none") -> Tensor:
     """Replaces GELU by a form that is cheaper to differentiate; records nothing."""
     return gelu(input, approximate)
@@ -286,7 +282,7 @@ _KNOWN: dict[Any, Callable[..., Tensor | None]] = {
     torch.softmax: _softmax,
     Tensor.softmax: _softmax,
     F.layer_norm: _normalised(layer_norm, lambda shape: ScaleRule(False, len(shape))),
-    F.group_norm: _normalised(_group_norm, lambda groups: ScaleRule(True, 1)),
+    F.group_norm: _normalised(group_norm, lambda groups: ScaleRule(True, 1)),
 }
 _IMAGES = {F.conv1d: 3, F.conv2d: 4, F.conv3d: 5, F.avg_pool2d: 4, F.group_norm: 0}  # dimensions; 0: any
 _REPLACED: dict[Any, Callable[..., Any]] = {

@@ -1,4 +1,4 @@
-"""LayerNorm, softmax and GELU, cheap to differentiate twice.
+"""LayerNorm, GroupNorm, softmax and GELU, cheap to differentiate twice.
 
 PyTorch writes their double backward as up to 60 small operations, and differentiates these one by one for a product
 with J. Here it is a formula. Each of the three is the gradient of a function: of n/r, of log Σ eˣ, and of one of each
@@ -145,6 +145,21 @@ def layer_norm(a: Tensor, shape: Any, eps: float) -> Tensor:
         return _norm(a, shape, eps)
     dtype = F.layer_norm(a.detach().new_empty(0, *shape), shape).dtype  # autocast may make float32 of it
     return _norm(a.to(wide), shape, eps).to(dtype)
+
+
+def group_norm(a: Tensor, groups: int, eps: float) -> Tensor:
+    """Computes F.group_norm without its affine part: a LayerNorm of each group; half precision as PyTorch does.
+
+    Args:
+        a: the input, (N, C, ...).
+        groups: into how many groups the channels are divided.
+        eps: ε.
+    """
+    divided = a.dim() > 1 and groups > 0 and a.shape[1] % groups == 0 and a.numel() > 0
+    if not divided or a.dtype not in (torch.float32, torch.float64):
+        return F.group_norm(a, groups, eps=eps)
+    rows = a.reshape(a.shape[0], groups, -1)
+    return layer_norm(rows, rows.shape[2:], eps).reshape(a.shape)
 
 
 class _Norm(torch.autograd.Function):
