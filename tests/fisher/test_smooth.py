@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from measuring import measure, sum_clipped
 from reconbound.fisher import dense_information
+from reconbound.fisher.passes import curve_kernels, smooth
 from reconbound.fisher.passes.smooth import gelu, group_norm, layer_norm, softmax
 
 Function = Callable[[Tensor], Tensor]
@@ -413,3 +414,32 @@ def test_triton_kernels_compile_for_a_gpu(name: str) -> None:
         fn=getattr(kernels, name), signature={**signature, **dict.fromkeys(fixed, "constexpr")}, constexprs=fixed
     )
     assert len(triton.compile(source, target=target).asm["cubin"]) > 1000
+
+
+def test_kernels_serve_only_where_they_give_pytorchs_derivatives(monkeypatch) -> None:
+    """PyTorch's operations stand in for the kernels, which a CPU does not run."""
+    cpu = torch.device("cpu")
+
+    def norm(v: Tensor, delta: Tensor, x: Tensor, mean: Tensor, r: Tensor, row: int) -> Tensor:
+        rows = smooth._Rows(x, mean, r, (row,))
+        return rows.curve(v, delta, rows.terms(delta))
+
+    def soft(v: Tensor, delta: Tensor, share: Tensor) -> Tensor:
+        shares = smooth._Shares(share, share, 1)
+        return shares.curve(v, delta, shares.terms(delta))
+
+    def bend(x: Tensor, delta: Tensor, *, tanh: bool) -> Tensor:
+        return smooth._Activation(x, "tanh" if tanh else "none").terms(delta)
+
+    right = {"curve_norm": norm, "curve_softmax": soft, "curve_gelu": bend}
+    for name, function in right.items():
+        monkeypatch.setattr(curve_kernels, name, function)
+    monkeypatch.setattr(curve_kernels, "_RIGHT", {})
+    assert curve_kernels.are_right(cpu)
+    for name, function in right.items():
+        for wrong in (lambda *a, f=function, **k: f(*a, **k) * 1.01, lambda *a, **k: 1 / 0):
+            with monkeypatch.context() as patch, pytest.warns(match="computed by PyTorch, more slowly"):
+                patch.setattr(curve_kernels, name, wrong)
+                patch.setattr(curve_kernels, "_RIGHT", {})
+                assert not curve_kernels.are_right(cpu)
+                assert not curve_kernels.are_right(cpu)  # found once, said once

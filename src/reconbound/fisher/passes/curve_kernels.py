@@ -6,10 +6,14 @@ are used.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from reconbound._internal.checks import warn_user
 
 try:
     import triton  # type: ignore[import-not-found,unused-ignore]
@@ -75,7 +79,45 @@ def kernels_apply(x: Tensor, row: int = 1) -> bool:
         x: the tensor to work on.
         row: how many numbers a row has.
     """
-    return triton is not None and x.is_cuda and x.dtype == torch.float32 and row <= _LONGEST and x.numel() > 0
+    fits = triton is not None and x.is_cuda and x.dtype == torch.float32 and row <= _LONGEST and x.numel() > 0
+    return fits and are_right(x.device)
+
+
+def are_right(device: torch.device) -> bool:
+    """Returns whether the kernels give PyTorch's own second derivatives on this GPU: compared once, before they serve."""
+    if device not in _RIGHT:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # nothing can be compared there
+            return False
+        _RIGHT[device] = _try(device)
+    return _RIGHT[device]
+
+
+_RIGHT: dict[torch.device, bool] = {}
+
+
+def _try(device: torch.device) -> bool:
+    """Compares each kernel with PyTorch in float64; warns where one fails or differs."""
+    v, delta, x = torch.linspace(-3, 4, 3 * 5 * 37, device=device).sin().reshape(3, 5, 37)
+    mean, r = x.mean(1, keepdim=True), (x.var(1, keepdim=True, correction=0) + 1e-5).rsqrt()
+    functions: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[], Tensor]]] = {
+        "LayerNorm": (lambda a: F.layer_norm(a, (37,)), lambda: curve_norm(v, delta, x, mean, r, 37)),
+        "softmax": (lambda a: a.softmax(1), lambda: curve_softmax(v, delta, x.softmax(1))),
+        "GELU": (F.gelu, lambda: v * curve_gelu(x, delta, tanh=False)),
+        "GELU, tanh": (lambda a: F.gelu(a, approximate="tanh"), lambda: v * curve_gelu(x, delta, tanh=True)),
+    }
+    for name, (function, kernel) in functions.items():
+        wide = x.double().requires_grad_()
+        with torch.enable_grad():
+            (pulled,) = torch.autograd.grad(function(wide), wide, delta.double(), create_graph=True)
+            (wanted,) = torch.autograd.grad(pulled, wide, v.double())
+        try:
+            why = "" if torch.allclose(kernel().double(), wanted, rtol=1e-3, atol=1e-4) else "other numbers"
+        except Exception as reason:  # Triton lacks a compiler, or does not know this GPU
+            why = " ".join(str(reason).split())[:200]
+        if why:
+            warn_user(f"second derivatives of {name} are computed by PyTorch, more slowly: Triton gives {why} here")
+            return False
+    return True
 
 
 def curve_norm(v: Tensor, delta: Tensor, x: Tensor, mean: Tensor, r: Tensor, row: int) -> Tensor:
