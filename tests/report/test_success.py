@@ -60,6 +60,20 @@ def test_chances_are_those_of_the_divergences(folder: Path) -> None:
         assert (found.nats(world) <= largest_divergence(account, removed=removed)).all()
 
 
+@pytest.mark.parametrize("at_once", [1, 100, 100_000])
+def test_many_rows_are_those_of_single_baselines(folder: Path, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reconbound.report.success._AT_ONCE", at_once)  # for 40 records: 1, 2 and all baselines
+    found, baselines = seen(folder), np.geomspace(1e-4, 0.999, 7)
+    for world in found.worlds:
+        best = [found.mechanism_chance(world, float(k)) for k in baselines]
+        np.testing.assert_allclose(found.mechanism_chances(world, baselines), best, rtol=1e-14)
+        for row, k in zip(found.rows_at(world, baselines), baselines, strict=True):
+            one = found.row(world, float(k))
+            numbers = [name for name, value in one.items() if type(value) is float]
+            assert [row[name] for name in numbers] == pytest.approx([one[name] for name in numbers], rel=1e-14)
+            assert {**row, **dict.fromkeys(numbers)} == {**one, **dict.fromkeys(numbers)}
+
+
 def test_limits_come_before_estimates_and_unmeasured_records_have_the_mechanisms(folder: Path) -> None:
     run, leakage = read_audit(folder)
     assert leakage.nats is not None

@@ -27,6 +27,8 @@ from reconbound.report.formats import clean
 BASELINES = (0.001, 0.01, 0.1, 0.5)
 #: The one that the first sentence and the tables use.
 SHOWN = 0.1
+#: Chances that are solved for at a time, of all records at some baselines.
+_AT_ONCE = 100_000
 #: Shares of the records, by the name of the chance that they do not exceed.
 PLACES = {"median": 0.5, "p99": 0.99, "max": 1.0}
 
@@ -134,12 +136,14 @@ class Success:
             world: the other world.
             baseline: κ, the chance of the same attack there.
         """
-        if (world, baseline) not in self._chances:  # pages ask several times
-            self._chances[world, baseline] = np.asarray(self.towards(world).max_success(baseline).value)
-        return self._chances[world, baseline]
+        if baseline != SHOWN:
+            return np.asarray(self.towards(world).max_success(baseline).value)
+        if world not in self._shown:  # pages ask several times
+            self._shown[world] = np.asarray(self.towards(world).max_success(baseline).value)
+        return self._shown[world]
 
     @cached_property
-    def _chances(self) -> dict[tuple[World, float], np.ndarray]:
+    def _shown(self) -> dict[World, np.ndarray]:
         return {}
 
     def mechanism_chance(self, world: World, baseline: float = SHOWN) -> float:
@@ -199,15 +203,20 @@ class Success:
         return self._row(world, baseline, self.chances(world, baseline), self.mechanism_chance(world, baseline))
 
     def rows_at(self, world: World, baselines: np.ndarray) -> list[dict[str, Any]]:
-        """Returns `row` for each of many baselines, in one go.
+        """Returns `row` for each of many baselines, of few records for all of them in one go.
 
         Args:
             world: the other world.
             baselines: κ, (K,).
         """
-        best, nats = self.mechanism_chances(world, baselines), self.nats(world)
-        chances = np.minimum(success_from_kl(baselines[:, None], nats), best[:, None])
-        return [self._row(world, float(k), *at) for k, *at in zip(baselines, chances, best.tolist(), strict=True)]
+        best, nats, found = self.mechanism_chances(world, baselines), self.nats(world), []
+        at_once = max(1, _AT_ONCE // max(1, len(nats)))
+        for start in range(0, len(baselines), at_once):
+            part = slice(start, start + at_once)
+            chances = np.minimum(success_from_kl(baselines[part, None], nats), best[part, None])
+            rows = zip(baselines[part].tolist(), chances, best[part].tolist(), strict=True)
+            found += [self._row(world, *row) for row in rows]
+        return found
 
     def _row(self, world: World, baseline: float, chances: np.ndarray, best: float) -> dict[str, Any]:
         at, estimates = over_records(chances, ~self._estimated(world, chances, best), best)
