@@ -1,4 +1,4 @@
-"""Docstrings open with a verb, every exported name has one, and no public function takes too many parameters."""
+"""Files are short, docstrings open with a verb, exported names have one, public functions take few parameters."""
 
 from __future__ import annotations
 
@@ -17,6 +17,15 @@ import reconbound
 
 ROOT = Path(reconbound.__file__).parent
 DEFINED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+LONGEST = 450  # lines of a file
+
+
+def test_files_are_short() -> None:
+    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in ROOT.rglob("*.py")}
+    assert len(lines) > 150
+    assert {name: count for name, count in lines.items() if count > LONGEST} == {}
 
 
 @pytest.mark.parametrize("package", sorted(p.name for p in ROOT.iterdir() if (p / "__init__.py").exists()))
