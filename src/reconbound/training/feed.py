@@ -45,12 +45,6 @@ def make_feed(account: Account, measurer: Measurer, options: Mapping[str, Any]) 
 class NoLedger(TrainingError, AttributeError):
     """The ledger was requested before it existed."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            "this PrivateSGD has no ledger yet: call fit or repeat first. reconbound.guarantee says what the mechanism "
-            "guarantees before any training"
-        )
-
 
 class Feed:
     """Gives a ledger what steps measured: some steps at once on a GPU, where a long addition takes as long as a short.

@@ -173,9 +173,12 @@ class PrivateSGD:
     @property
     def accountant(self) -> FisherAccountant | None:
         """Returns the ledger, from the first call of fit or repeat on; None where there is nothing to keep."""
-        if self._feed is None and self._has_ledger:
-            raise NoLedger
         if self._feed is None:
+            if self._has_ledger:
+                raise NoLedger(
+                    "this PrivateSGD has no ledger yet: call fit or repeat first. reconbound.guarantee says what the "
+                    "mechanism guarantees before any training"
+                )
             return None
         self._feed.settle()
         return self._feed.ledger
