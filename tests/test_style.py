@@ -1,4 +1,4 @@
-"""Docstrings open with a verb, every exported name has one, and no public function takes too many parameters."""
+"""Files are short, docstrings open with a verb, exported names have one, public functions take few parameters."""
 
 from __future__ import annotations
 
@@ -19,6 +19,15 @@ ROOT = Path(reconbound.__file__).parent
 DEFINED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
+LONGEST = 450  # lines of a file
+
+
+def test_files_are_short() -> None:
+    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in ROOT.rglob("*.py")}
+    assert len(lines) > 150
+    assert {name: count for name, count in lines.items() if count > LONGEST} == {}
+
+
 @pytest.mark.parametrize("package", sorted(p.name for p in ROOT.iterdir() if (p / "__init__.py").exists()))
 def test_docstrings_open_with_a_verb_or_a_name(package: str) -> None:
     wrong = []
@@ -30,10 +39,16 @@ def test_docstrings_open_with_a_verb_or_a_name(package: str) -> None:
     assert not wrong
 
 
+def public_members(kind: type) -> list[str]:
+    """Returns the names of a class's public members, those of its bases in reconbound among them."""
+    own = [base for base in kind.__mro__ if base.__module__.startswith("reconbound.")]
+    return sorted({name for base in own for name in vars(base) if not name.startswith("_")})
+
+
 @pytest.mark.parametrize("name", sorted(reconbound.__all__))
 def test_exported_names_have_docstrings(name: str) -> None:
     exported = getattr(reconbound, name)
-    public = [m for m in vars(exported) if not m.startswith("_")] if inspect.isclass(exported) else []
+    public = public_members(exported) if inspect.isclass(exported) else []
     members = {m: getattr(exported, m) for m in public}
     callables = {m: v for m, v in members.items() if inspect.isroutine(v) or isinstance(v, property)}
     assert inspect.getdoc(exported)
@@ -54,7 +69,7 @@ def public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
             if inspect.isfunction(exported):
                 yield name, exported
             elif inspect.isclass(exported) and name not in EXCEPTED:
-                methods = {m: getattr(exported, m) for m in vars(exported) if not m.startswith("_")}
+                methods = {m: getattr(exported, m) for m in public_members(exported)}
                 yield from ((f"{name}.{m}", method) for m, method in methods.items() if isinstance(method, METHODS))
 
 

@@ -15,7 +15,6 @@ from learning import RECORDS, data, flat, learner, losses, network, same_state, 
 from reconbound import PrivateSGD
 from reconbound._internal.checks import InputError
 from reconbound.training import checkpoint, rows
-from reconbound.training import settings as given
 from reconbound.training.checkpoint import CheckpointError
 from reconbound.training.rows import DatasetRows
 
@@ -173,7 +172,7 @@ def test_large_mapped_arrays_of_another_dtype_are_refused(tmp_path: Path, monkey
     np.save(tmp_path / "x.npy", x.double().numpy())
     inputs = np.load(tmp_path / "x.npy", mmap_mode="r")
     assert learner(records=(inputs, y)).inputs.dtype == torch.float32
-    monkeypatch.setattr(given, "MOST_COPIED", 100)
+    monkeypatch.setattr(rows, "MOST_COPIED", 100)
     with pytest.raises(InputError, match=r"must be of torch\.float32"):
         learner(records=(inputs, y))
 

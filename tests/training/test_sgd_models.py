@@ -22,7 +22,8 @@ from learning import (
 from reconbound._internal.checks import InputError
 from reconbound.accounting.accountant import FisherAccountant
 from reconbound.fisher import Private
-from reconbound.training.private_sgd import NoLedger, PrivateSGD
+from reconbound.training.feed import NoLedger
+from reconbound.training.private_sgd import PrivateSGD
 from reconbound.validate import ReconboundWarning
 
 # --- models and data -------------------------------------------------------------------------

@@ -1,31 +1,21 @@
-"""FisherAccountant: the information that a training run gives about each record, summed over steps, averaged over runs.
+"""FisherAccountant: the information that training runs give about each record, and the floors that follow from it.
 
-Composition (Theorem 3): the information of a run is the sum over steps of the expected conditional information. A run's
-sum is an unbiased estimate of it, and runs are averaged. The ledger is as secret as the data. Derivations:
+MeasuredRuns takes in what was measured; the queries are here. The ledger is as secret as the data. Derivations:
 docs/theory/accounting.md.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from reconbound._internal.checks import InputError, choice, flag, number, warn_user, whole
-from reconbound._internal.devices import send
+from reconbound._internal.checks import flag, number, warn_user, whole
 from reconbound.accounting import confidence as floors
 from reconbound.accounting import summaries
-from reconbound.accounting.checks import (
-    Fingerprints,
-    check_information,
-    check_space,
-    checked_norms,
-    checked_records,
-    checked_weight,
-)
+from reconbound.accounting.checks import check_space
 from reconbound.accounting.compact import parts_of
 from reconbound.accounting.confidence import (
     Estimates,
@@ -36,21 +26,17 @@ from reconbound.accounting.confidence import (
     upper_limit,
     warn_if_imprecise,
 )
-from reconbound.accounting.divergence_ledger import DivergenceLedger
-from reconbound.accounting.feature_ledger import Chosen, Diagonal, FeatureLedger
-from reconbound.accounting.joining import add_records, check_joinable
-from reconbound.accounting.record_ledger import RecordLedger
-from reconbound.accounting.spec import Account, checked_counts, checked_device, checked_scale
-from reconbound.accounting.storage import load_ledger, opened_ledger, save_ledger
+from reconbound.accounting.feature_ledger import Chosen
+from reconbound.accounting.measured_runs import MeasuredRuns
+from reconbound.accounting.spec import Account
 from reconbound.bounds import Bound
 from reconbound.data.dataset import checked_rows
-from reconbound.fisher import StepInformation
-from reconbound.fisher.worlds import REMOVED, StepDistances
+from reconbound.fisher.worlds import REMOVED
 from reconbound.mechanisms.guarantee import Guarantee, guarantee
 from reconbound.validate.model import ReconboundWarning
 
 
-class FisherAccountant:
+class FisherAccountant(MeasuredRuns):
     """A ledger of Fisher information for every record of a data set, over the steps of a run and over runs.
 
     Args:
@@ -81,266 +67,6 @@ class FisherAccountant:
     confidence statement use `upper` after two runs or more. Rule "paper" is for comparison and guarantees nothing.
     """
 
-    def __init__(
-        self,
-        account: Account,
-        *,
-        diagonal: Diagonal = "none",
-        spectral: bool = False,
-        feature_scale: float | Sequence[float] | Tensor = 1.0,
-        keep_runs_at: Sequence[int] = (),
-        worlds: Sequence[str] | None = (),
-        device: torch.device | str = "cpu",
-    ) -> None:
-        if not isinstance(account, Account):
-            raise InputError("account", "must be an Account", account)
-        self.account, self.device = account, checked_device(device)
-        kept = checked_counts("keep_runs_at", keep_runs_at)
-        if kept and kept[-1] != account.steps:
-            raise InputError("keep_runs_at", f"must end with the account's {account.steps} steps", kept)
-        self.traces = RecordLedger(account, self.device, spectral=flag("spectral", spectral), keep_at=kept)
-        self.features = FeatureLedger(account, diagonal, self.device)
-        self.diagonal = self.features.kind
-        self.divergences = DivergenceLedger(account, worlds, self.device, kept)
-        self.feature_scale = checked_scale(feature_scale, account.features)
-        self._fingerprints = Fingerprints()
-        self.caveats: tuple[str, ...] = ()
-        self.needs_range = False
-        self._warned: dict[str, int] = {}  # subject → the number of runs at its last warning
-
-    def __repr__(self) -> str:
-        a, runs = self.account, f"{self.runs:,} run{'' if self.runs == 1 else 's'} finished"
-        size = f"{a.records:,} records of {a.features:,} features, {a.steps:,} steps"
-        worlds = ", ".join(self.divergences.worlds) or "none"
-        rules = ", ".join(a.kept_rules) or "none"
-        return f"FisherAccountant({size}, worlds {worlds}, rules {rules}, diagonal {self.diagonal!r}, {runs})"
-
-    @property
-    def runs(self) -> int:
-        """Returns the number of finished runs."""
-        return self.traces.runs
-
-    @property
-    def rows(self) -> Tensor | None:
-        """Returns the records whose features are kept, most exposed first if chosen; None for all or none."""
-        return self.features.rows
-
-    @property
-    def fingerprints(self) -> list[str]:
-        """Returns the fingerprints of the finished runs, one for each; a run can be in a ledger only once."""
-        return self._fingerprints.finished
-
-    # --- writing ---------------------------------------------------------------------
-
-    def add(
-        self,
-        indices: Tensor | Sequence[int],
-        found: StepInformation,
-        *,
-        weight: float = 1.0,
-        stratified: bool = False,
-        checked: bool = False,
-    ) -> None:
-        """Adds one step's information about these records, and what their clipped norms say of "removed".
-
-        Args:
-            indices: the records, (B,), each at most once. Those of masked rows (padding) may be anything.
-            found: the step's information about them.
-            weight: q over the chance of a record to be measured at this step: 1 when they are those of the batch,
-                1/p when that is done at a share p of the steps, L·q when each record is measured once in L steps.
-            stratified: the last of these: each record is measured exactly once in each block of steps. Not with
-                shuffled epochs, where the parameters at a step depend on whether the record was seen already.
-            checked: skip the checks of values, which wait for a GPU: who calls this has measured distinct records of
-                this account, without masked rows, and checks that the numbers are finite.
-        """
-        weight = checked_weight(self.account, weight, stratified)
-        index = torch.as_tensor(indices) if checked else None
-        if index is None:
-            index, found = checked_records(indices, found, StepInformation, self.account.records)
-        if index.numel() == 0:
-            return
-        self._rule(None)
-        if not checked:
-            check_information(self.account, index, found)
-        self._keep_facts(found)
-        index = send(index.to(torch.int64), self.device)
-        across, along = self.traces.add(index, found, weight, stratified)
-        self.features.add(index, found, across, along)
-        self.divergences.add_information(index, found.clipped_norm, weight, stratified)
-
-    def add_distances(
-        self,
-        indices: Tensor | Sequence[int],
-        found: StepDistances,
-        *,
-        weight: float = 1.0,
-        stratified: bool = False,
-        checked: bool = False,
-    ) -> None:
-        """Adds one step's distances between these records' clipped gradients in the real and in replaced worlds.
-
-        Args:
-            indices: the records, (B,), each at most once. Those of masked rows (padding) may be anything.
-            found: the step's distances, of every replaced world that this ledger keeps.
-            weight: as in `add`.
-            stratified: as in `add`.
-            checked: as in `add`.
-        """
-        weight = checked_weight(self.account, weight, stratified)
-        index = torch.as_tensor(indices) if checked else None
-        if index is None:
-            index, found = checked_records(indices, found, StepDistances, self.account.records)
-            self.divergences.check_found(index, found)
-        if index.numel():
-            self._fingerprints.touch()
-            self.divergences.add(send(index.to(torch.int64), self.device), found, weight, stratified)
-
-    def add_norms(
-        self, indices: Tensor | Sequence[int], clipped_norm: Tensor, *, weight: float = 1.0, stratified: bool = False
-    ) -> None:
-        """Adds one step's clipped gradient norms, which is all that "removed" needs, in place of those in `add`.
-
-        Args:
-            indices: the records, (B,), each at most once.
-            clipped_norm: the norm of each record's clipped gradient, (B,).
-            weight: as in `add`.
-            stratified: as in `add`.
-        """
-        weight = checked_weight(self.account, weight, stratified)
-        index, norms = checked_norms(indices, clipped_norm, self.account)
-        if index.numel():
-            self._fingerprints.touch()
-            self.divergences.add_norms(index.to(self.device, torch.int64), norms, weight, stratified)
-
-    def _keep_facts(self, found: StepInformation) -> None:
-        """Refuses information without what is kept, before anything is changed; keeps its caveats otherwise."""
-        if "spectral" in self.traces.state and found.spectral_bound is None:
-            raise InputError("found", "must have the spectral norm: this ledger keeps it", None)
-        self.features.check_found(found)
-        self.caveats = tuple(dict.fromkeys((*self.caveats, *found.caveats)))
-        self.needs_range = self.needs_range or found.part == "module"
-        self._fingerprints.touch()
-
-    def follow(self, found: StepInformation) -> None:
-        """Adds one step's information about the features of all chosen records, in the order of `rows`.
-
-        For a learner that measures them at every step, whether drawn or not, after `features.followed` was set.
-
-        Args:
-            found: the step's information about the chosen records.
-        """
-        check_information(self.account, self.features.check_followed(found), found)
-        self._keep_facts(found)
-        factors = self.traces.factors(self.account.kept_rules[0], found.clipped_norm)
-        across, along = (self.account.sample_rate * factor for factor in factors)
-        self.features.follow(found, across, along)
-
-    def begin_run(self, fingerprint: str) -> None:
-        """Names the run that is measured from now on. Without this call its fingerprint is random.
-
-        Args:
-            fingerprint: 32 hexadecimal digits, the same whenever this training is repeated, and not in the ledger yet.
-        """
-        self._fingerprints.begin(fingerprint)
-
-    def keep_step(self, step: int) -> None:
-        """Keeps the present run's information if this is one of `keep_runs_at`. Call it after each step.
-
-        Args:
-            step: the number of steps taken in this run.
-        """
-        self.traces.keep_step(whole("step", step))
-        self.divergences.keep_step(step)
-
-    def finish_run(self) -> None:
-        """Closes the current run: adds it to the averages over runs and starts an empty ledger.
-
-        Warns where the run was not measured over all of its steps, or not for the same records as earlier runs.
-        """
-        missing = self.traces.describe_missing() if self.account.kept_rules else ""
-        partial = self.divergences.incomplete()
-        if partial and not missing:
-            some = ", ".join(map(repr, partial))
-            missing = (
-                f"a run was not measured over all of its {self.account.steps} steps: divergences to {some} are wrong"
-            )
-        if missing:
-            cure = "the right weight, or an Account with the steps that were taken and the records that are measured"
-            warn_user(f"{missing}. Use {cure}", ReconboundWarning)
-        self._fingerprints.finish()
-        self.divergences.finish_run()
-        self.traces.finish_run()
-        self.features.finish_run()
-        if self.account.kept_rules:
-            self.features.choose(self.traces.mean("trace")[0], self.traces.measurements())
-
-    def merge(self, other: FisherAccountant | str | os.PathLike[str]) -> None:
-        """Adds the finished runs of another ledger of the same account; refuses runs that this ledger already has.
-
-        Args:
-            other: the other ledger, or the file that it was saved to, which is then read part by part and needs no
-                memory.
-        """
-        if isinstance(other, str | os.PathLike):
-            try:
-                with opened_ledger(type(self), other) as stored:
-                    self.merge(stored)
-            except InputError as reason:
-                raise InputError(
-                    "other" if reason.name == "path" else reason.name, reason.requirement, reason.value
-                ) from None
-            return
-        self._check_alike(other)
-        self._fingerprints.check_apart(other._fingerprints)
-        if other.runs == 0:
-            return
-        self._keep_statements(other)
-        self.traces.merge(other.traces)
-        self.features.merge(other.features)
-        self.divergences.merge(other.divergences)
-        self._fingerprints.finished.extend(other.fingerprints)
-
-    def join(self, other: FisherAccountant) -> None:
-        """Adds what the ledger of another rank has measured of other records in the run under way.
-
-        For a training on several ranks, each with a ledger of its own: join them before `finish_run`. Ledgers of
-        different runs are joined by `merge`.
-
-        Args:
-            other: the ledger of another rank, with the same fingerprint of the run (`begin_run`). It is not changed.
-
-        Guarantee: the ledger is then that of one process with all measurements, to rounding. A record that both have
-        measured in this run is refused, so that nothing counts twice.
-        """
-        self._check_alike(other)
-        check_joinable(self, other)
-        add_records(self, other)
-        self._keep_statements(other)
-
-    def _keep_statements(self, other: FisherAccountant) -> None:
-        self.caveats = tuple(dict.fromkeys((*self.caveats, *other.caveats)))
-        self.needs_range = self.needs_range or other.needs_range
-
-    def _check_alike(self, other: Any) -> None:
-        """Refuses a ledger of another account, or with other parts."""
-        if not isinstance(other, FisherAccountant):
-            raise InputError("other", "must be a FisherAccountant", other)
-        if other is self:
-            raise InputError("other", "must be another ledger, with runs of its own", "the same one")
-        alike = other.traces.state.keys() == self.traces.state.keys() and self.features.same_parts(other.features)
-        alike = alike and other.divergences.worlds == self.divergences.worlds
-        if other.account != self.account or other.traces.keep_at != self.traces.keep_at or not alike:
-            raise InputError("other", "must be a ledger of the same account, with the same parts", other.account)
-        if not torch.equal(self.feature_scale, other.feature_scale):
-            raise InputError("other", "must have the same feature_scale", other.feature_scale)
-
-    # --- reading ---------------------------------------------------------------------
-
-    def _rule(self, rule: str | None) -> int:
-        if not self.account.kept_rules:
-            raise InputError("rule", "cannot be read: this ledger keeps no Fisher information (rules=None)", rule)
-        return 0 if rule is None else self.account.kept_rules.index(choice("rule", rule, self.account.kept_rules))
-
     def _unit(self) -> float:
         return float(self.feature_scale.mean()) ** 2
 
@@ -364,11 +90,6 @@ class FisherAccountant:
 
     def _statements(self) -> tuple[str, ...]:
         return (*self.caveats, *self.traces.describe_incomplete())
-
-    def _is_first(self, subject: str) -> bool:
-        """Returns whether this is the first warning on this subject since the last run ended."""
-        before, self._warned[subject] = self._warned.get(subject), self.runs
-        return before != self.runs
 
     def trace(self, rule: str | None = None) -> Tensor:
         """Returns Tr I of a run for each record, (N,): the mean of finished runs, or of the first run so far.
@@ -608,55 +329,6 @@ class FisherAccountant:
         """
         check_space(space, self.needs_range, self.feature_scale)
         return guarantee(self.account.mechanism().for_group(copies), dim=self.account.features, **space)
-
-    # --- keeping -----------------------------------------------------------------------
-
-    def state(self) -> dict[str, Tensor]:
-        """Returns a copy of the ledger's tensors, on the CPU."""
-        return {name: value.cpu().clone() for name, value in self.tensors().items()}
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Returns the ledger's tensors themselves, to be read before anything is added to it."""
-        self.divergences.settle()
-        parts = self.traces.state | self.features.state | self.divergences.state
-        return {**parts, "fingerprints": self._fingerprints.tensor()}
-
-    def restore(self, tensors: Mapping[str, Tensor], runs: int, *, copy: bool = True) -> None:
-        """Restores what `state` returned; shapes are checked before anything is changed.
-
-        Args:
-            tensors: the ledger's tensors.
-            runs: the number of finished runs.
-            copy: whether the tensors are somebody else's too; otherwise they become the ledger's own.
-        """
-        if not isinstance(tensors, Mapping) or not all(isinstance(value, Tensor) for value in tensors.values()):
-            why = "must be a dictionary of tensors, as `state` returns"
-            raise InputError("tensors", why, f"a {type(tensors).__name__}")
-        fingerprints = self._fingerprints.restored(tensors, whole("runs", runs, at_least=0))
-        parts = (self.traces, self.features, self.divergences)
-        for part in parts:
-            part.check(tensors)
-        for part in parts:
-            part.restore(tensors, runs, copy=copy)
-        self._fingerprints = fingerprints
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the ledger to a file: safetensors, atomically, in parts, mode 0600, marked confidential.
-
-        Args:
-            path: the file to write.
-        """
-        save_ledger(self, path)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> FisherAccountant:
-        """Reads a ledger that `save` wrote; anything else is refused with the reason.
-
-        Args:
-            path: the file that `save` wrote.
-            device: where the ledger will live.
-        """
-        return load_ledger(cls, path, device)
 
 
 __all__ = ["Account", "Chosen", "FisherAccountant"]

@@ -134,7 +134,7 @@ class WorldDivergences:
             groups: as in `mean`.
         """
         value = np.minimum(success_from_kl(baseline, self.mean(groups)), self.mechanism_success(baseline))
-        holds = ("on average over the records", *_said(groups))
+        holds = ("on average over the records", *_group_assumptions(groups))
         return self._bound("mean_success", value, holds=holds, measure="chance", guess=float(baseline))
 
     def mean_error_floor(self, entropy_power: float, *, dim: int = 1, groups: Any = None) -> Bound:
@@ -150,7 +150,7 @@ class WorldDivergences:
         """
         bound = entropy_power_floor(entropy_power, self._information(groups), dim=dim)
         more: dict[str, Any] = {"measure": "error", "guess": None, "coordinates": bound.coordinates}
-        holds = (*bound.assumes, *_said(groups))
+        holds = (*bound.assumes, *_group_assumptions(groups))
         return self._bound("entropy_power", bound.value, "Shannon, KL", holds=holds, **more)
 
     def mean_category_success(self, shares: Any, groups: Any = None) -> Bound:
@@ -170,7 +170,7 @@ class WorldDivergences:
         best = self.account.mechanism().rero(guess)
         value = np.minimum(np.minimum(1 - np.array(wrong), success_from_kl(guess, nats)), best)
         value = np.minimum(np.nextafter(value, 2.0), 1.0)
-        holds = (_MEAN, "the prior has these chances", *_said(groups))
+        holds = (_MEAN, "the prior has these chances", *_group_assumptions(groups))
         same = float(guess[0]) if guess.min() == guess.max() else None
         return self._bound("mean_category_success", value, "Fano and KL", holds=holds, measure="chance", guess=same)
 
@@ -215,7 +215,8 @@ def group_means(values: np.ndarray, groups: Any, *, empty: float) -> np.ndarray:
     return np.where(sizes.reshape(shape) > 0, total / np.maximum(sizes, 1).reshape(shape), empty)
 
 
-def _said(groups: Any) -> tuple[str, ...]:
+def _group_assumptions(groups: Any) -> tuple[str, ...]:
+    """Returns what a statement about groups assumes; nothing for all records together."""
     return () if groups is None else (_PUBLIC,)
 
 

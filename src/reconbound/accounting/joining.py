@@ -15,7 +15,7 @@ from reconbound._internal.checks import InputError
 from reconbound.accounting.ledger import Ledger
 
 if TYPE_CHECKING:
-    from reconbound.accounting.accountant import FisherAccountant
+    from reconbound.accounting.measured_runs import MeasuredRuns
 
 #: Of the run under way, beside the sums and errors: what is added, and whether something has happened.
 _ADDED = ("last", "measured", "nats_last", "nats_times")
@@ -24,7 +24,7 @@ _WEIGHTS = ("weights", "nats_weights")  # row 0: a sum; row 1: the largest
 _COUNTS = ("measured", "nats_times")
 
 
-def check_joinable(ledger: FisherAccountant, other: FisherAccountant) -> None:
+def check_joinable(ledger: MeasuredRuns, other: MeasuredRuns) -> None:
     """Refuses a ledger of another run, of records that are measured here, or with other finished runs.
 
     Args:
@@ -48,7 +48,7 @@ def check_joinable(ledger: FisherAccountant, other: FisherAccountant) -> None:
                 raise InputError("other", f"must have kept as many steps of this run ({name})", there.state[name].shape)
 
 
-def add_records(ledger: FisherAccountant, other: FisherAccountant) -> None:
+def add_records(ledger: MeasuredRuns, other: MeasuredRuns) -> None:
     """Adds what another ledger has of the run under way; both have been checked.
 
     Args:
@@ -71,7 +71,7 @@ def add_records(ledger: FisherAccountant, other: FisherAccountant) -> None:
             part.state[name][1] = torch.maximum(part.state[name][1], total[1])
 
 
-def _parts(ledger: FisherAccountant, other: FisherAccountant) -> list[tuple[Ledger, Ledger]]:
+def _parts(ledger: MeasuredRuns, other: MeasuredRuns) -> list[tuple[Ledger, Ledger]]:
     ledger.divergences.settle()
     other.divergences.settle()
     names = ("traces", "features", "divergences")

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,13 +20,15 @@ from reconbound.accounting.spec import Account, checked_device
 from reconbound.fisher.worlds import REMOVED
 
 if TYPE_CHECKING:
-    from reconbound.accounting.accountant import FisherAccountant
+    from reconbound.accounting.measured_runs import MeasuredRuns
+
+Runs = TypeVar("Runs", bound="MeasuredRuns")
 
 #: What the names of tensors with a number for each record begin with; features are kept of few records.
 _LONG = ("trace", "last", "measured", "spectral", "nats")
 
 
-def save_ledger(ledger: FisherAccountant, path: str | os.PathLike[str]) -> None:
+def save_ledger(ledger: MeasuredRuns, path: str | os.PathLike[str]) -> None:
     """Writes a ledger to a file.
 
     Args:
@@ -44,9 +46,7 @@ def save_ledger(ledger: FisherAccountant, path: str | os.PathLike[str]) -> None:
     write_sealed(file_path("path", path), tensors, {"ledger": facts})
 
 
-def load_ledger(
-    kind: type[FisherAccountant], path: str | os.PathLike[str], device: torch.device | str
-) -> FisherAccountant:
+def load_ledger(kind: type[Runs], path: str | os.PathLike[str], device: torch.device | str) -> Runs:
     """Returns the ledger that `save_ledger` wrote; refuses any other file with the reason.
 
     Args:
@@ -61,7 +61,7 @@ def load_ledger(
 
 
 @contextmanager
-def opened_ledger(kind: type[FisherAccountant], path: str | os.PathLike[str]) -> Iterator[FisherAccountant]:
+def opened_ledger(kind: type[Runs], path: str | os.PathLike[str]) -> Iterator[Runs]:
     """Yields the ledger in a file for `merge` only: its large tensors are read from the file, part by part.
 
     Args:
@@ -89,8 +89,8 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[SealedFile]:
 
 
 def _checked(
-    kind: type[FisherAccountant], path: Any, tensors: dict[str, Tensor], content: Mapping[str, Any], where: torch.device
-) -> FisherAccountant:
+    kind: type[Runs], path: Any, tensors: dict[str, Tensor], content: Mapping[str, Any], where: torch.device
+) -> Runs:
     """Returns the ledger of a file's tensors and facts; refuses those that do not fit with the reason."""
     try:
         return _restored(kind, tensors, content["ledger"], where)
@@ -100,9 +100,7 @@ def _checked(
         raise InputError("path", what, os.fspath(path)) from None
 
 
-def _restored(
-    kind: type[FisherAccountant], tensors: dict[str, Tensor], facts: Mapping[str, Any], device: torch.device
-) -> FisherAccountant:
+def _restored(kind: type[Runs], tensors: dict[str, Tensor], facts: Mapping[str, Any], device: torch.device) -> Runs:
     """Returns the ledger of a file's tensors and facts. Raises errors of many kinds where they do not fit."""
     rules = facts["account"]["rules"]
     account = Account(**{**facts["account"], "rules": None if rules is None else tuple(rules)})

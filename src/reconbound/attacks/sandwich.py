@@ -230,13 +230,13 @@ def _attacked(training: Training, attackers: Sequence[_Attacker], plan: Plan) ->
     chosen = [one.target.record for one in attackers]
     for part in train_many(training, plan.trials, derive(plan.seed, "real"), records=chosen):
         for one in attackers:
-            one.see(part, "real")
+            one.attack_trainings(part, "real")
     for one in attackers:
         i = one.target.record
         for world in WORLDS[1:]:
             seed = derive(plan.seed, world, i)
             for part in train_many(training, plan.trials, seed, records=[i], world=one.changed(world)):
-                one.see(part, world)
+                one.attack_trainings(part, world)
         yield one.finish()
 
 
@@ -259,7 +259,7 @@ def _attacked_together(training: Training, attackers: Sequence[_Attacker], plan:
         at += len(own)
         for k, one in enumerate(attackers):
             for world in WORLDS:
-                one.see(part.of(own[:, k] == WORLDS.index(world)), world)
+                one.attack_trainings(part.of(own[:, k] == WORLDS.index(world)), world)
             if at == number:
                 yield one.finish()
 
@@ -292,7 +292,7 @@ class _Attacker:
         self.nats: tuple[list[Tensor], list[Tensor]] = ([], [])
         self.information: list[tuple[Tensor, int]] = []
 
-    def see(self, part: Trajectory, world: str) -> None:
+    def attack_trainings(self, part: Trajectory, world: str) -> None:
         """Attacks some trainings of a world: "real", "removed" or "replaced"."""
         known, plan = self.known, self.plan
         if not len(part.params):
@@ -317,7 +317,7 @@ class _Attacker:
             if self.full and sum(count for _, count in self.information) < INFORMED:
                 few = seen.of(slice(0, INFORMED))
                 self.information.append((known.information(few, self.truth).cpu(), len(few)))
-            if self.full and len(some) and self.hopeful:
+            if self.full and len(some) and self.can_beat_guess:
                 found = LikeliestRecord(ROUNDS)(some, known.without_prior()).answers
                 self.answers["likeliest"].append(np.asarray(found))
         plan.advance(len(seen))
@@ -328,7 +328,7 @@ class _Attacker:
         return float((self.known.start - self.truth).double().square().mean())
 
     @cached_property
-    def hopeful(self) -> bool:
+    def can_beat_guess(self) -> bool:
         """Returns whether an attacker without outside knowledge could err by less than a guess."""
         first = self.information[0][0]  # of the first trainings
         return self.guess * float(first.trace()) / len(first) >= 1

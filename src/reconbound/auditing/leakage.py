@@ -68,7 +68,7 @@ class Snapshots(Callback):
             return None
         found: dict[str, float] = {}
         if learner.accountant.account.kept_rules:
-            dfil = learner.accountant.estimates(at=_some(learner.records)).mean
+            dfil = learner.accountant.estimates(at=_spread_records(learner.records)).mean
             found = {
                 "largest": float(dfil.max()),
                 "high": float(torch.quantile(dfil, 0.99)),
@@ -160,7 +160,7 @@ class SnapshotMeasurements:
             for run in range(runs):
                 ledger.begin_run(whole.fingerprints[run])
                 seed = derive(learner.seed, "run", run)
-                for step, weight, places in self._visits(run, looks, len(records)):
+                for step, weight, places in self._planned_measurements(run, looks, len(records)):
                     self._put_back(run, step)
                     for k, part in enumerate(places.split(at_once)):
                         probe = torch_stream(seed, f"{name} {k}", step, learner.device)
@@ -171,7 +171,7 @@ class SnapshotMeasurements:
             learner.model.load_state_dict(own)
         return ledger
 
-    def _visits(self, run: int, looks: int, records: int) -> Iterator[tuple[int, float, Tensor]]:
+    def _planned_measurements(self, run: int, looks: int, records: int) -> Iterator[tuple[int, float, Tensor]]:
         """Yields a step, the weight over q of measurements at it, and the places of the records measured there."""
         for k, blocks in enumerate(_parts(snapshot_steps(self.learner, run), looks)):
             rng = numbers_of(derive(self.learner.seed, "run", run), "look", k)
@@ -293,7 +293,7 @@ def _places(records: Tensor, rows: Tensor) -> Tensor:
     return torch.searchsorted(rows, records)
 
 
-def _some(records: int) -> slice:
+def _spread_records(records: int) -> slice:
     """Returns evenly spread records, about SHOWN where they are more than MANY: otherwise all."""
     return slice(None, None, records // SHOWN if records > MANY else 1)
 

@@ -152,7 +152,7 @@ class Release:
             return self._tokens(records)
         table = _by_column(records, self.columns)
         parts = [_encoded(part, table[part["column"]]) for part in self.facts["inputs"]]
-        self._known(table)
+        self._check_categories(table)
         return torch.from_numpy(np.stack(parts, axis=1).astype(np.float32))
 
     def _pictures(self, records: Any) -> Tensor:
@@ -173,7 +173,7 @@ class Release:
             raise InputError("records", f"must be tokens from 0 to {most - 1}", f"{array.min()} to {array.max()}")
         return torch.from_numpy(array.astype(np.int64))
 
-    def _known(self, table: Mapping[str, Sequence[Any]]) -> None:
+    def _check_categories(self, table: Mapping[str, Sequence[Any]]) -> None:
         """Refuses categories for which the model has no input."""
         for column in self.columns:
             values = [p["value"] for p in self.facts["inputs"] if p["column"] == column and p["kind"] == CATEGORY]

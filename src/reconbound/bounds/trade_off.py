@@ -350,7 +350,7 @@ def _chain(first: TradeOff, second: TradeOff) -> TradeOff:
     """
     if isinstance(first, GaussianTradeOff) and isinstance(second, GaussianTradeOff):
         return GaussianTradeOff(first.mu + second.mu)
-    one, other = _reach(first), _reach(second)
+    one, other = _largest_epsilon(first), _largest_epsilon(second)
     grid = (one + other) / _HALF
     own = np.arange(-math.ceil(one / grid), math.ceil(one / grid) + 1)
     total = np.arange(-_HALF, _HALF + 1)
@@ -381,7 +381,7 @@ def _convex(epsilons: np.ndarray, deltas: np.ndarray) -> tuple[np.ndarray, np.nd
         epsilons, deltas = epsilons[keep], deltas[keep]
 
 
-def _reach(curve: TradeOff) -> float:
+def _largest_epsilon(curve: TradeOff) -> float:
     """Returns an ε beyond which δ(ε) hardly falls any more, at most 700."""
     least = float(curve.delta(1e4)) + 1e-13
     low, high = 0.0, 1e-3

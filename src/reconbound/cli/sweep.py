@@ -133,7 +133,7 @@ def frontier_command(
         rows, _ = stored(folder, storage)
         if not rows:
             raise DataError(f"{folder} holds a sweep of which no setting is trained yet: run reconbound sweep again")
-        asked = _asked(rows, chance, at_most, floor, at_least)
+        asked = _requested_limits(rows, chance, at_most, floor, at_least)
         facts = publish(folder, storage)
         shared.confidential_note()
         if at_least is None and at_most is None:
@@ -162,7 +162,7 @@ def frontier_command(
             raise typer.Exit(1)
 
 
-def _asked(
+def _requested_limits(
     rows: list[Row], chance: list[str] | None, at_most: float | None, floor: list[str] | None, at_least: float | None
 ) -> dict[str, Any]:
     """Returns the chances and floors that were asked for, with their limits; without any, the first of each."""

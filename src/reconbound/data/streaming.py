@@ -311,7 +311,7 @@ class _Reader:
             raise DataError(
                 f"{self.source}: no column of numbers to protect; name the categories to protect by --private"
             )
-        read_target, class_names, aim = self._aim(used[self.target])
+        read_target, class_names, aim = self._target_reader(used[self.target])
         task = "classes" if class_names else "number"
         targets = np.concatenate([read_target(frame, at) for at, frame in self._batches([self.target])])
         train, test = self.options.choose_rows(targets, task)
@@ -359,7 +359,7 @@ class _Reader:
 
         return encode, tables.category_features(column.name, found, private)
 
-    def _aim(self, column: _Found) -> tuple[Callable[[DataFrame, int], np.ndarray], tuple[str, ...], Feature]:
+    def _target_reader(self, column: _Found) -> tuple[Callable[[DataFrame, int], np.ndarray], tuple[str, ...], Feature]:
         """Returns what reads the target of a batch, the names of the classes (none for a number), and its feature."""
         name, unit = column.name, self.settings.units.get(column.name, "")
         public = Feature(name, unit, private=False)

@@ -154,7 +154,7 @@ class Queue:
         try:
             trials = self.study.get_trials(deepcopy=False)
         except _DAMAGED as reason:
-            raise self._damage(reason) from None
+            raise self._damage_error(reason) from None
         for trial in trials:
             number = trial.user_attrs.get("slot")
             if type(number) is not int:
@@ -169,7 +169,7 @@ class Queue:
             raise DataError(f"{self.shown} is damaged: trials are missing")
         return [Slot(number, found[number]) for number in sorted(found)]
 
-    def _damage(self, reason: Exception) -> DataError:
+    def _damage_error(self, reason: Exception) -> DataError:
         return DataError(f"{self.shown} is damaged ({type(reason).__name__}: {database.first_line(reason)})")
 
     # --- filling the queue ------------------------------------------------------------------
@@ -190,7 +190,7 @@ class Queue:
             try:
                 earlier = self.study.user_attrs.get("sweep")
             except _DAMAGED as reason:
-                raise self._damage(reason) from None
+                raise self._damage_error(reason) from None
             if earlier is None:
                 self.study.set_user_attr("sweep", facts)
             elif not isinstance(earlier, dict):

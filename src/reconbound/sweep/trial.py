@@ -193,7 +193,7 @@ class Trainer:
         row["measured_median"] = float(measured.double().median())
         row["never_measured"] = int((measured == 0).sum())
         row["zero_information"] = int(((mean[0] == 0) & (measured > 0)).sum())
-        row |= {**companions(account.mechanism(), account.features, self.delta), "delta": self.delta}
+        row |= {**mechanism_floors(account.mechanism(), account.features, self.delta), "delta": self.delta}
         no_json = {name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
         return row | dict.fromkeys(no_json)
 
@@ -264,7 +264,7 @@ def one_thread() -> Iterator[None]:
 
 
 @lru_cache(maxsize=1000)
-def companions(mechanism: SampledGaussian, features: int, delta: float) -> dict[str, float | None]:
+def mechanism_floors(mechanism: SampledGaussian, features: int, delta: float) -> dict[str, float | None]:
     """Returns the mechanism's floors whatever the data, and its ε: the same for all settings that differ otherwise.
 
     Args:

@@ -54,6 +54,10 @@ class Checkpoint:
     tensors: Mapping[str, Tensor]
     facts: Mapping[str, Any]
 
+    def under(self, prefix: str) -> dict[str, Tensor]:
+        """Returns the tensors whose names begin with a prefix, by the rest of their names."""
+        return {name.removeprefix(prefix): x for name, x in self.tensors.items() if name.startswith(prefix)}
+
 
 def save(folder: str | os.PathLike[str], checkpoint: Checkpoint, turn: int) -> None:
     """Writes a checkpoint over the older of the two in the folder. If writing fails, both old ones remain.
@@ -249,7 +253,7 @@ def pack(value: Any, tensors: dict[str, Tensor], name: str, *, strict: bool = Tr
     raise CheckpointError(f"{name} is a {type(value).__name__}, which no checkpoint can hold without a pickle")
 
 
-def unpack(packed: Any, tensors: dict[str, Tensor]) -> Any:
+def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Returns the value that was given to `pack`.
 
     Args:
@@ -278,7 +282,7 @@ def pack_optimizer(optimizer: torch.optim.Optimizer, schedule: Any, tensors: dic
 
 
 def restore_optimizer(
-    optimizer: torch.optim.Optimizer, schedule: Any, packed: Mapping[str, Any], tensors: dict[str, Tensor]
+    optimizer: torch.optim.Optimizer, schedule: Any, packed: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> None:
     """Puts an optimizer and its schedule into the state that `pack_optimizer` returned."""
     groups = unpack(packed["groups"], tensors)
@@ -325,14 +329,18 @@ def check_state(
         raise ValueError("its released parameters have other names or shapes than the model's")
 
 
-def identify(learner: PrivateSGD, options: Mapping[str, Any]) -> dict[str, Any]:
+#: What a learner was asked for beside its settings.
+_OPTIONS = ("steps", "kind", "spectral", "private", "diagonal", "feature_scale", "whole_at", "worlds")
+
+
+def identify(learner: PrivateSGD) -> dict[str, Any]:
     """Returns the facts that a checkpoint must match, as JSON.
 
     Args:
-        learner: before its first step. Its loss enters by its name.
-        options: everything that was asked for, with the settings; the seed is left out.
+        learner: before its first step. Its loss enters by its name; the seed is left out.
     """
     model, loss = learner.model, learner.loss_fn
+    options = {**asdict(learner.settings), **{name: getattr(learner, name) for name in _OPTIONS}}
     facts = {
         "format": FORMAT,
         "configuration": {name: _describe(value) for name, value in options.items() if name != "seed"},
@@ -359,6 +367,11 @@ def data_digest(inputs: Any, targets: Any) -> str:
         return inputs.digest
     leaves = tree_leaves((inputs, targets))
     return files.tensor_digest({f"{i}": leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
+
+
+def model_digest(model: nn.Module) -> str:
+    """Returns the SHA-256 of all parameters and buffers of a model."""
+    return files.tensor_digest({k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)})
 
 
 def _describe_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -11,16 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reconbound._internal.rng import derive
 from reconbound.accounting.accountant import FisherAccountant
 from reconbound.accounting.spec import Account
 from reconbound.fisher import StepInformation
 from reconbound.fisher.worlds import REMOVED
+from reconbound.training.ranks import TrainingError
 from reconbound.training.step import Measured, Measurer, StepWork
 from reconbound.validate.private import as_private
 
+#: On a GPU: steps whose measurements are added to the ledger at once.
+_STEPS_AT_ONCE = 32
 
-def make_ledger(account: Account, measurer: Measurer, options: Mapping[str, Any]) -> FisherAccountant:
-    """Returns an empty ledger for what a measurer measures beside the norms of all batches.
+
+def make_feed(account: Account, measurer: Measurer, options: Mapping[str, Any]) -> Feed:
+    """Returns what feeds an empty ledger with what a measurer measures beside the norms of all batches.
 
     Args:
         account: of the training.
@@ -33,7 +38,12 @@ def make_ledger(account: Account, measurer: Measurer, options: Mapping[str, Any]
     ledger.needs_range = as_private(measurer.private).part == "module"
     # within a shuffled epoch the parameters depend on whether a record was seen: only batches can be measured
     ledger.features.followed = ledger.diagonal == "chosen" and account.sampler != "shuffle"
-    return ledger
+    at_once = measurer.static is None or measurer.kept.diagonal or measurer.kept.spectral
+    return Feed(ledger, 1 if at_once else _STEPS_AT_ONCE)
+
+
+class NoLedger(TrainingError, AttributeError):
+    """The ledger was requested before it existed."""
 
 
 class Feed:
@@ -47,6 +57,30 @@ class Feed:
     def __init__(self, ledger: FisherAccountant, steps: int) -> None:
         self.ledger, self.steps = ledger, steps
         self._pending: list[tuple[Tensor, StepWork]] = []
+
+    def begin_run(self, run_seed: int) -> None:
+        """Names the run that is measured from now on.
+
+        Args:
+            run_seed: of the run; its name reveals nothing of it.
+        """
+        self.ledger.begin_run(derive(run_seed, "fingerprint").to_bytes(32, "little")[:16].hex())
+
+    def end_step(self, batch: Tensor, work: StepWork, step: int) -> None:
+        """Adds a step, keeps the run so far where the ledger keeps it, and closes the run after its last step.
+
+        Args:
+            batch: the records that took part.
+            work: what was computed.
+            step: the number of steps taken in this run.
+        """
+        self.add(batch, work)
+        ledger, length = self.ledger, self.ledger.account.steps
+        if step in (length, *ledger.traces.keep_at):
+            self.settle()
+        ledger.keep_step(step)
+        if step == length:
+            ledger.finish_run()
 
     def add(self, batch: Tensor, work: StepWork) -> None:
         """Adds a step.
@@ -72,6 +106,18 @@ class Feed:
                 ledger.add_distances(each.records, each.found, **each.how)
             if REMOVED in ledger.divergences.worlds and len(batch):
                 ledger.divergences.add_norms(batch, work.clipped_norm, 1.0)
+
+    def restore(self, tensors: Mapping[str, Tensor], runs: int, caveats: Sequence[str]) -> None:
+        """Puts the ledger into a saved state, and forgets what is pending.
+
+        Args:
+            tensors: of the ledger, which become its own.
+            runs: the number of finished runs.
+            caveats: what must be stated with its floors, beside its own.
+        """
+        self.drop()
+        self.ledger.restore(tensors, runs, copy=False)
+        self.ledger.caveats = tuple(dict.fromkeys((*self.ledger.caveats, *caveats)))
 
     def drop(self) -> list[tuple[Tensor, StepWork]]:
         """Forgets what is pending, and returns it."""

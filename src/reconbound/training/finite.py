@@ -5,7 +5,7 @@ Nothing is released or saved in between: a learner settles what is pending befor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -74,3 +74,9 @@ def all_finite(*values: Tensor) -> Tensor:
         return torch.ones((), dtype=torch.bool, device=flat.device)
     size: Tensor = torch.linalg.vector_norm(flat, float("inf"))
     return size.isfinite()
+
+
+def largest_parameter(params: Mapping[str, Tensor]) -> Tensor:
+    """Returns the largest absolute value of all parameters; NaN where one is."""
+    norms = torch._foreach_norm([p.detach() for p in params.values()], float("inf"))
+    return torch.stack([norm.double() for norm in norms]).max()

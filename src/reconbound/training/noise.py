@@ -26,10 +26,13 @@ from torch import Tensor, nn
 from reconbound._internal import chacha
 from reconbound._internal.checks import warn_user
 from reconbound._internal.files import json_digest, tensor_digest
-from reconbound._internal.rng import derive
-from reconbound.training.checkpoint import plain_json
+from reconbound._internal.rng import derive, seeded
+from reconbound.fisher import Private
+from reconbound.training.checkpoint import model_digest, plain_json
+from reconbound.training.rows import record_count
 from reconbound.training.settings import Settings
 from reconbound.training.static import capture
+from reconbound.validate.private import Problem
 
 #: Of the facts that noise and batches are bound to, on a CPU and elsewhere; another number draws others.
 CONTEXT = (2, 3)
@@ -208,7 +211,28 @@ def release_context(
     return bytes.fromhex(json_digest(plain_json(facts)))
 
 
+def record_losses(model: nn.Module, loss_fn: Any, inputs: Any, targets: Any) -> list[float] | None:
+    """Returns the losses of these records; None where they cannot be computed or are not finite.
+
+    Buffers and random numbers are not changed.
+
+    Args:
+        model: at its present parameters.
+        loss_fn: (outputs, targets) → one loss per record.
+        inputs: of these records.
+        targets: of these records.
+    """
+    own = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    problem = Problem(model, loss_fn, Private("nothing"))
+    try:
+        with torch.no_grad(), seeded(0):
+            losses = problem.losses(torch.zeros(record_count(inputs, targets)), inputs, targets, own)
+    except Exception:  # errors of the loss or of a record are reported when it is trained on, not here
+        return None
+    return losses.double().cpu().tolist() if bool(torch.isfinite(losses).all()) else None
+
+
 def model_facts(model: nn.Module) -> list[str]:
     """Returns facts that identify a model as it is now: each module's class and options, and a digest of its state."""
     modules = [f"{type(m).__module__}.{type(m).__qualname__} {m.extra_repr()}" for m in model.modules()]
-    return [*modules, tensor_digest({k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)})]
+    return [*modules, model_digest(model)]

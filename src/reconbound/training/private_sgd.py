@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from functools import partial
 from typing import Any, NoReturn
 
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from reconbound._internal.checks import InputError, file_path, warn_user, whole
-from reconbound._internal.files import tensor_digest
 from reconbound._internal.progress import progress_bar
 from reconbound._internal.rng import GUESSABLE, derive, new_seed, seed_warning, seeded
 from reconbound.accounting.accountant import FisherAccountant
@@ -31,29 +29,22 @@ from reconbound.fisher.worlds import NO_WORLDS, World, check_worlds
 from reconbound.training import checkpoint as checkpoints
 from reconbound.training import noise as noises
 from reconbound.training import settings as given
-from reconbound.training.feed import Feed, make_ledger
+from reconbound.training.feed import Feed, NoLedger, make_feed
 from reconbound.training.ranks import Ranks, TrainingError, on_cpu
-from reconbound.training.rows import DatasetRows
+from reconbound.training.rows import DatasetRows, as_rows, record_count, row_counts
 from reconbound.training.sampling import (
     Shard,
     make_account,
     make_plans,
     make_sampler,
     padded_sizes,
-    steps_of,
+    run_length,
     with_gaps,
 )
 from reconbound.training.settings import Callback, Fault, Settings, reset_parameters
-from reconbound.training.shards import PartOfStep, compute_shards, grid_of, make_shards
+from reconbound.training.shards import PartOfStep, compute_shards, grid_of, make_shards, warn_of_idle_ranks
 from reconbound.training.step import Kept, LossFn, Measurer, StepWork
 from reconbound.validate.model import ReconboundWarning
-
-#: On a GPU: steps whose measurements are added to the ledger at once.
-_STEPS_AT_ONCE = 32
-
-
-class NoLedger(TrainingError, AttributeError):
-    """The ledger was requested before it existed."""
 
 
 class PrivateSGD:
@@ -133,8 +124,8 @@ class PrivateSGD:
         flags = {"spectral": spectral, "progress": progress, "check": check}
         given.check_arguments(model, settings, callbacks, functions, flags)
         self.model, self.loss_fn, self.settings, self.ranks = model, loss_fn, settings, Ranks.present()
-        self.inputs, self.targets = given.as_rows(model, inputs, targets)
-        self.records = given.record_count(self.inputs, self.targets)
+        self.inputs, self.targets = as_rows(model, inputs, targets)
+        self.records = record_count(self.inputs, self.targets)
         self.sampler = make_sampler(settings.sampler, self.records, settings.sample_rate)
         self.shards = make_shards(self.records, 1 if shards is None else shards)
         self._shards_given = None if shards is None else len(self.shards)
@@ -168,7 +159,6 @@ class PrivateSGD:
             if len(self.shards) == self.ranks.size == 1:
                 self.measurer.replay(padded_sizes(self.sampler))
                 self._static_noise = noises.StaticNoise(self.device)
-        self._ledger: FisherAccountant | None = None
         self._feed: Feed | None = None
         self.plans = Plans()
         self.history: list[dict[str, float]] = []
@@ -183,14 +173,15 @@ class PrivateSGD:
     @property
     def accountant(self) -> FisherAccountant | None:
         """Returns the ledger, from the first call of fit or repeat on; None where there is nothing to keep."""
-        if self._ledger is None and self._has_ledger:
-            raise NoLedger(
-                "this PrivateSGD has no ledger yet: call fit or repeat first. reconbound.guarantee says what the "
-                "mechanism guarantees before any training"
-            )
-        if self._feed is not None:
-            self._feed.settle()
-        return self._ledger
+        if self._feed is None:
+            if self._has_ledger:
+                raise NoLedger(
+                    "this PrivateSGD has no ledger yet: call fit or repeat first. reconbound.guarantee says what the "
+                    "mechanism guarantees before any training"
+                )
+            return None
+        self._feed.settle()
+        return self._feed.ledger
 
     def __repr__(self) -> str:
         s, run = self.settings, f" of run {self.run + 1}" if self.kind == "repeat" else ""
@@ -239,11 +230,7 @@ class PrivateSGD:
         changed = [p._version for p in self.model.parameters()] != self._versions
         with self._opened("repeat", count, steps, epochs) as advance:
             if changed and self.order == 0 and self.initialise is reset_parameters:
-                warn_user(
-                    "repeat begins each run from fresh parameters: those that the model was given are lost. To start "
-                    "from them, give PrivateSGD initialise=lambda m: m.load_state_dict(start)",
-                    ReconboundWarning,
-                )
+                given.warn_of_fresh_parameters()
             while self.run < count:
                 if self.step == 0:
                     with seeded(derive(self.seed, "initial", self.run)):
@@ -273,9 +260,8 @@ class PrivateSGD:
             return derive(self.seed, "run", self.run, context)
 
         self.run_seed = self.ranks.from_first(make)
-        if self.accountant is not None:
-            mark = derive(self.run_seed, "fingerprint").to_bytes(32, "little")[:16]  # it reveals nothing of the seed
-            self.accountant.begin_run(mark.hex())
+        if self._feed is not None:
+            self._feed.begin_run(self.run_seed)
 
     def _train_run(self, advance: Callable[[int], None]) -> None:
         if self.step == 0:
@@ -292,9 +278,8 @@ class PrivateSGD:
             self.first_parameters = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
         now = {"run": self.run, "step": self.step}
         known = bool(self.history) and now.items() <= self.history[-1].items()
-        often = self.evaluate_every
-        due = self.step == self.steps or (often > 0 and self.step > 0 and self.step % often == 0)
-        last = self.step == self.steps
+        last, often = self.step == self.steps, self.evaluate_every
+        due = last or (often > 0 and self.step > 0 and self.step % often == 0)
         saving = self.folder is not None and (last or self.step % self.every == 0)
         numbers: Mapping[str, float] = {}
         with self._placed():
@@ -305,15 +290,14 @@ class PrivateSGD:
         if numbers and not known:
             self.history.append({**now, **numbers})
         if self.ranks.size > 1 and (last or self.step % self.every == 0):
-            state = {name: value for name, value in self.model.state_dict().items() if isinstance(value, Tensor)}
-            self.ranks.check_alike({"parameters after this step": tensor_digest(state)})
+            self.ranks.check_alike({"parameters after this step": checkpoints.model_digest(self.model)})
         if self.folder is not None and saving and self.order > self._saved:
             place, turn = self.folder, self._turn + 1
             self.ranks.from_first(lambda: checkpoints.save(place, checkpoints.snapshot(self), turn))
             self._turn, self._saved = turn, self.order
 
     def _train_step(self) -> None:
-        sizes = given.row_counts(self.inputs, self.targets)
+        sizes = row_counts(self.inputs, self.targets)
         if sizes != {self.records}:
             self._fail(f"the data had {self.records} records and have {sorted(sizes)} now")
         batch, work, flat = self._noisy_step()
@@ -324,13 +308,8 @@ class PrivateSGD:
             self.schedule.step()
         with self._placed():
             self.measurer.check_parameters()
-        if self._ledger is not None and self._feed is not None:
-            self._feed.add(batch, work)
-            if self.step + 1 in (self.steps, *self.whole_at):
-                self._feed.settle()
-            self._ledger.keep_step(self.step + 1)
-            if self.step + 1 == self.steps:
-                self._ledger.finish_run()
+        if self._feed is not None:
+            self._feed.end_step(batch, work, self.step + 1)
         self.step += 1
         self._midway = False
 
@@ -350,7 +329,8 @@ class PrivateSGD:
         batch = self.sampler.batch(*now) if shard.span is None else self.sampler.batch(*now, shard.span)
         with self._placed():
             self.measurer.checks.step = self.step
-            work = self.measurer.compute_step(batch, *now, self._ledger, self.plans, shard)
+            ledger = None if self._feed is None else self._feed.ledger
+            work = self.measurer.compute_step(batch, *now, ledger, self.plans, shard)
             if shard.count > 1 or self.ranks.size > 1:
                 self.measurer.checks.settle()  # whole numbers are never NaN, and other ranks do not wait
             return batch, work
@@ -383,9 +363,7 @@ class PrivateSGD:
 
         Yields a function that advances the progress bar.
         """
-        if (steps is None) == (epochs is None):
-            raise InputError("steps", "or epochs must be given, and not both", steps)
-        length = whole("steps", steps) if epochs is None else steps_of(self.sampler, epochs)
+        length = run_length(self.sampler, steps, epochs)
         given.check_length(kind, length, self.kind, self.steps)
         if self._midway and self.folder is None:
             raise TrainingError("the learner was interrupted in the middle of a step: make a new one")
@@ -396,9 +374,7 @@ class PrivateSGD:
             self.seed = self.ranks.from_first(lambda: self.seed)
             if self._shards_given is None:
                 self.shards = make_shards(self.records, min(self.records, self.ranks.size))
-            asked = ("steps", "kind", "spectral", "private", "diagonal", "feature_scale", "whole_at", "worlds")
-            options = {**asdict(self.settings), **{name: getattr(self, name) for name in asked}}
-            self.identity = checkpoints.identify(self, options)
+            self.identity = checkpoints.identify(self)
         here = {name: getattr(self, name) for name in ("every", "evaluate_every", "_shards_given")}
         here |= {"seed": self.settings.seed, "runs": runs, "place": self.order if self.folder is None else None}
         here |= {"evaluate": self.evaluate is None, "callbacks": len(self.callbacks)}
@@ -408,18 +384,9 @@ class PrivateSGD:
                 place = self.folder
                 self.ranks.from_first(lambda: stack.enter_context(checkpoints.lock_folder(place)))
                 self._resume(self.folder)
-            idle = self.ranks.size - len(self.shards)
-            if idle > 0 and self.ranks.rank == 0:
-                more = (
-                    f"{idle} of {self.ranks.size} ranks have nothing to do: this run has {len(self.shards)} shards. To"
-                )
-                warn_user(f"{more} use more ranks, begin it with more shards", ReconboundWarning)
+            warn_of_idle_ranks(self.shards, self.ranks)
             if done:
-                warn_user(
-                    f"{kind} has done its {self.steps} steps already and trains nothing more: to train longer make a "
-                    "new PrivateSGD (with a checkpoint folder of its own) and give it all the steps",
-                    ReconboundWarning,
-                )
+                given.warn_of_end(kind, self.steps)
             what = f"training, {runs} run{'s' if runs > 1 else ''}"
             at = self.run * self.steps + self.step
             shown = self.progress and self.ranks.rank == 0
@@ -435,16 +402,12 @@ class PrivateSGD:
             options: dict[str, Any] = {"diagonal": self.diagonal, "spectral": self.spectral, "device": self.device}
             options |= {"feature_scale": self.feature_scale, "keep_runs_at": self.whole_at}
             options["worlds"] = None if self.worlds is None else tuple(self.worlds)
-            self._ledger = make_ledger(account, self.measurer, options)
-            alone = self.measurer.static is None or self.measurer.kept.diagonal or self.spectral
-            self._feed = Feed(self._ledger, 1 if alone else _STEPS_AT_ONCE)
+            self._feed = make_feed(account, self.measurer, options)
             self.plans = make_plans(self.settings, self.sampler, self.steps, self.whole_at, len(self.worlds or ()))
 
     def _restart(self) -> None:
         """Creates a new optimizer and schedule, as at the start of a run."""
-        self.optimizer = given.make_part("optimizer", self.make_optimizer, list(self.params.values()))
-        make = self.make_schedule
-        self.schedule = None if make is None else given.make_part("schedule", make, self.optimizer)
+        self.optimizer, self.schedule = given.make_parts(self.make_optimizer, self.make_schedule, self.params)
 
     # --- checkpoints ---------------------------------------------------------------------
 
@@ -459,29 +422,24 @@ class PrivateSGD:
             return
         saved, self._turn = loaded
         try:
-            self._take_over(dict(saved.tensors), saved.facts)
+            self._take_over(saved)
         except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as reason:  # its digest is right
             raise checkpoints.foreign_checkpoint(folder, self._turn, reason) from reason
         self._saved, self._midway = self.order, False
 
-    def _take_over(self, tensors: dict[str, Tensor], facts: Mapping[str, Any]) -> None:
+    def _take_over(self, saved: checkpoints.Checkpoint) -> None:
         """Takes the state of a checkpoint. Raises errors of many kinds if it is not one of this learner's."""
-
-        def under(prefix: str) -> dict[str, Tensor]:
-            return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
+        facts, present = saved.facts, saved.under("model/")
+        released = saved.under("released/")  # there is one once the first of several runs is over
         place = {name: int(facts[name]) for name in ("seed", "run_seed", "run", "step")}
-        released = under("released/")  # there is one once the first of several runs is over
-        checkpoints.check_state(facts, self.steps, self.model, (under("model/"), released))
-        self.model.load_state_dict(under("model/"))
+        checkpoints.check_state(facts, self.steps, self.model, (present, released))
+        self.model.load_state_dict(present)
         self.measurer.checks.drop()
         self.first_parameters = released
         self._restart()
-        checkpoints.restore_optimizer(self.optimizer, self.schedule, facts["state"], tensors)
-        if self._ledger is not None and self._feed is not None:
-            self._feed.drop()
-            self._ledger.restore(under("ledger/"), facts["runs"], copy=False)
-            self._ledger.caveats = tuple(dict.fromkeys((*self._ledger.caveats, *facts["caveats"])))
+        checkpoints.restore_optimizer(self.optimizer, self.schedule, facts["state"], saved.tensors)
+        if self._feed is not None:
+            self._feed.restore(saved.under("ledger/"), facts["runs"], facts["caveats"])
         self.shards = make_shards(self.records, facts.get("shards", 1))
         self.seed, self.run_seed, self.run, self.step = place.values()
         self.history[:] = facts["history"]

@@ -1,20 +1,25 @@
-"""Training records that are read when they are asked for: a map-style torch Dataset, through DataLoader workers."""
+"""The records of a training: tensors, or a map-style torch Dataset whose records are read when they are asked for."""
 
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from reconbound._internal.checks import InputError, function, whole
 from reconbound.data.dataset import Copies, copies_among, record_digests
+from reconbound.validate.model import model_dtype
 
+#: Bytes of a mapped file that are copied into memory at most, to change their dtype.
+MOST_COPIED = 2**28
+_NARROW = (torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32, torch.uint64)
 #: Records that are read together in the pass over all of them.
 _TOGETHER = 1024
 
@@ -161,3 +166,101 @@ def _tuples(tree: Any) -> Any:
     if isinstance(tree, list | tuple):
         return tuple(_tuples(part) for part in tree)
     return {name: _tuples(part) for name, part in tree.items()} if isinstance(tree, dict) else tree
+
+
+def as_rows(model: nn.Module, inputs: Any, targets: Any) -> tuple[Any, Any]:
+    """Returns inputs and targets as tensors, or a Dataset as its rows, without targets.
+
+    Args:
+        model: gives the dtype.
+        inputs: as in PrivateSGD.
+        targets: as in PrivateSGD.
+    """
+    if isinstance(inputs, Dataset):
+        inputs = DatasetRows(inputs)
+    if not isinstance(inputs, DatasetRows):
+        return as_tensors(model, "inputs", inputs), as_tensors(model, "targets", targets)
+    if targets is not None:
+        raise InputError("targets", "must be None: the Dataset has them in its items", describe_given(targets))
+    inputs.kind = model_dtype(model)
+    return inputs, None
+
+
+def as_tensors(model: nn.Module, name: str, tree: Any) -> Any:
+    """Returns a data set with its NumPy arrays as tensors, the rest unchanged.
+
+    Arrays of floats get the model's dtype (NumPy's own is float64). Targets of whole numbers become int64, as losses
+    require (except bytes, which they accept). Inputs of whole numbers keep their type, because they may be tokens.
+
+    Args:
+        model: gives the dtype.
+        name: the name of the argument, for messages.
+        tree: an array, a tensor, or a tuple or dictionary of them.
+    """
+    kind = model_dtype(model)
+
+    def convert(x: Any) -> Any:
+        if not isinstance(x, np.ndarray):
+            return x
+        if not np.issubdtype(x.dtype, np.number) and x.dtype != np.bool_:
+            raise InputError(name, "must hold numbers", f"an array of {x.dtype}")
+        if not x.dtype.isnative or x.dtype == np.longdouble:
+            x = x.astype(np.float64 if x.dtype == np.longdouble else x.dtype.newbyteorder("="))
+        if isinstance(x, np.memmap):
+            return _mapped(name, x, kind)
+        own = x if x.flags.writeable and min(x.strides, default=0) >= 0 else x.copy()  # what torch can share
+        found = torch.as_tensor(own)
+        if found.is_floating_point() and kind is not None:
+            return found.to(kind)
+        return found.long() if name == "targets" and found.dtype in _NARROW else found
+
+    return tree_map(convert, tree) if any(isinstance(x, np.ndarray) for x in tree_leaves(tree)) else tree
+
+
+def _mapped(name: str, array: np.memmap, kind: torch.dtype | None) -> Tensor:
+    """Returns a tensor on the memory of a mapped file; refuses a large one that would have to be copied."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns where the file is open for reading only; nothing is written
+        found = torch.from_numpy(array) if min(array.strides, default=0) >= 0 else torch.from_numpy(array.copy())
+    wanted = kind if found.is_floating_point() and kind is not None else found.dtype
+    wanted = torch.int64 if name == "targets" and found.dtype in _NARROW else wanted
+    if wanted != found.dtype and name == "inputs" and array.nbytes > MOST_COPIED:
+        what = f"must be of {wanted} where so much is mapped from a file, so that it need not be copied into memory"
+        raise InputError(name, what, found.dtype)
+    return found.to(wanted)
+
+
+def row_counts(inputs: Any, targets: Any) -> set[int]:
+    """Returns the row counts of the tensors of a data set: one number if all agree.
+
+    Args:
+        inputs: tensors with one row per record.
+        targets: tensors with one row per record.
+    """
+    if isinstance(inputs, DatasetRows):
+        return {len(inputs)}
+    return {len(t) if t.dim() > 0 else 0 for t in tree_leaves((inputs, targets)) if isinstance(t, Tensor)}
+
+
+def record_count(inputs: Any, targets: Any) -> int:
+    """Returns the number of records of a data set, or raises an InputError where its tensors disagree.
+
+    Args:
+        inputs: tensors with one row per record.
+        targets: tensors with one row per record.
+    """
+    if isinstance(inputs, DatasetRows):
+        return len(inputs)
+    sizes = row_counts(inputs, targets)
+    for name, tree in (("inputs", inputs), ("targets", targets)):
+        if not any(isinstance(t, Tensor) for t in tree_leaves(tree)) and (name == "inputs" or tree is not None):
+            what = "must be a tensor or a NumPy array with one row per record, or a tuple or dictionary of such"
+            raise InputError(name, what, f"a {type(tree).__name__} without one")
+    if len(sizes) != 1 or 0 in sizes:
+        raise InputError("inputs", "and targets must have one row for each record", sorted(sizes))
+    return sizes.pop()
+
+
+def describe_given(value: Any) -> str:
+    """Returns the shape of a tensor, or the type of another value, for messages."""
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

@@ -206,6 +206,19 @@ def steps_of(sampler: Sampler, epochs: float) -> int:
     return rounded_up(Fraction(number("epochs", epochs, above=0.0, at_most=1e15)) * Fraction(sampler.steps_per_epoch))
 
 
+def run_length(sampler: Sampler, steps: int | None, epochs: float | None) -> int:
+    """Returns the number of steps of a run; refuses both ways to give it, and none.
+
+    Args:
+        sampler: gives the steps of an epoch.
+        steps: the number of steps.
+        epochs: the number of epochs.
+    """
+    if (steps is None) == (epochs is None):
+        raise InputError("steps", "or epochs must be given, and not both", steps)
+    return whole("steps", steps) if epochs is None else steps_of(sampler, epochs)
+
+
 def padded_sizes(sampler: Sampler) -> tuple[int, ...]:
     """Returns the sizes to which batches are padded for computations at fixed shapes, ascending.
 

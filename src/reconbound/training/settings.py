@@ -1,28 +1,24 @@
-"""The arguments of PrivateSGD: settings of a run, callbacks, data, and functions that are called.
+"""The arguments of PrivateSGD: settings of a run, callbacks, and functions that are called.
 
 They are checked here, once; the rest of the package takes them as they are.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import Dataset
 
-from reconbound._internal.checks import InputError, flag, function, plain_number, whole
+from reconbound._internal.checks import InputError, flag, function, plain_number, warn_user, whole
 from reconbound._internal.rng import checked_seed
 from reconbound.accounting.measurement_plan import Budget, checked_budget
 from reconbound.accounting.spec import MechanismSpec
-from reconbound.training.rows import DatasetRows
-from reconbound.validate.model import check_module, is_about_kinds, model_dtype
+from reconbound.training.rows import describe_given
+from reconbound.validate.model import ReconboundWarning, check_module, is_about_kinds, model_dtype
 
 if TYPE_CHECKING:
     from reconbound.training.private_sgd import PrivateSGD
@@ -140,7 +136,7 @@ def evaluate_model(evaluate: Callable[[nn.Module], Any], model: nn.Module) -> di
         why = str(reason).split("\n")[0]
         raise Fault(f"evaluate gave the model data that are not {model_dtype(model)}, as it is: {why}") from reason
     if not isinstance(found, Mapping):
-        raise InputError("evaluate", "must return a dictionary of numbers, by name", _describe(found))
+        raise InputError("evaluate", "must return a dictionary of numbers, by name", describe_given(found))
     numbers: dict[str, float] = {}
     for name, value in found.items():
         if str(name) in ("run", "step"):
@@ -148,7 +144,7 @@ def evaluate_model(evaluate: Callable[[nn.Module], Any], model: nn.Module) -> di
         try:
             numbers[str(name)] = float(value)
         except (TypeError, ValueError, RuntimeError):
-            raise InputError(f"evaluate's {name!r}", "must be one number", _describe(value)) from None
+            raise InputError(f"evaluate's {name!r}", "must be one number", describe_given(value)) from None
     return numbers
 
 
@@ -168,108 +164,6 @@ def observe(learner: PrivateSGD, evaluating: bool) -> dict[str, float]:
             if learner.step == learner.steps:
                 callback.on_run_end(learner)
     return {name: value for numbers in found if numbers is not None for name, value in numbers.items()}
-
-
-def _describe(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-
-
-def as_rows(model: nn.Module, inputs: Any, targets: Any) -> tuple[Any, Any]:
-    """Returns inputs and targets as tensors, or a Dataset as its rows, without targets.
-
-    Args:
-        model: gives the dtype.
-        inputs: as in PrivateSGD.
-        targets: as in PrivateSGD.
-    """
-    if isinstance(inputs, Dataset):
-        inputs = DatasetRows(inputs)
-    if not isinstance(inputs, DatasetRows):
-        return as_tensors(model, "inputs", inputs), as_tensors(model, "targets", targets)
-    if targets is not None:
-        raise InputError("targets", "must be None: the Dataset has them in its items", _describe(targets))
-    inputs.kind = model_dtype(model)
-    return inputs, None
-
-
-def as_tensors(model: nn.Module, name: str, tree: Any) -> Any:
-    """Returns a data set with its NumPy arrays as tensors, the rest unchanged.
-
-    Arrays of floats get the model's dtype (NumPy's own is float64). Targets of whole numbers become int64, as losses
-    require (except bytes, which they accept). Inputs of whole numbers keep their type, because they may be tokens.
-
-    Args:
-        model: gives the dtype.
-        name: the name of the argument, for messages.
-        tree: an array, a tensor, or a tuple or dictionary of them.
-    """
-    kind = model_dtype(model)
-
-    def convert(x: Any) -> Any:
-        if not isinstance(x, np.ndarray):
-            return x
-        if not np.issubdtype(x.dtype, np.number) and x.dtype != np.bool_:
-            raise InputError(name, "must hold numbers", f"an array of {x.dtype}")
-        if not x.dtype.isnative or x.dtype == np.longdouble:
-            x = x.astype(np.float64 if x.dtype == np.longdouble else x.dtype.newbyteorder("="))
-        if isinstance(x, np.memmap):
-            return _mapped(name, x, kind)
-        own = x if x.flags.writeable and min(x.strides, default=0) >= 0 else x.copy()  # what torch can share
-        found = torch.as_tensor(own)
-        if found.is_floating_point() and kind is not None:
-            return found.to(kind)
-        return found.long() if name == "targets" and found.dtype in _NARROW else found
-
-    return tree_map(convert, tree) if any(isinstance(x, np.ndarray) for x in tree_leaves(tree)) else tree
-
-
-def _mapped(name: str, array: np.memmap, kind: torch.dtype | None) -> Tensor:
-    """Returns a tensor on the memory of a mapped file; refuses a large one that would have to be copied."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns where the file is open for reading only; nothing is written
-        found = torch.from_numpy(array) if min(array.strides, default=0) >= 0 else torch.from_numpy(array.copy())
-    wanted = kind if found.is_floating_point() and kind is not None else found.dtype
-    wanted = torch.int64 if name == "targets" and found.dtype in _NARROW else wanted
-    if wanted != found.dtype and name == "inputs" and array.nbytes > MOST_COPIED:
-        what = f"must be of {wanted} where so much is mapped from a file, so that it need not be copied into memory"
-        raise InputError(name, what, found.dtype)
-    return found.to(wanted)
-
-
-#: Bytes of a mapped file that are copied into memory at most, to change their dtype.
-MOST_COPIED = 2**28
-_NARROW = (torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32, torch.uint64)
-
-
-def row_counts(inputs: Any, targets: Any) -> set[int]:
-    """Returns the row counts of the tensors of a data set: one number if all agree.
-
-    Args:
-        inputs: tensors with one row per record.
-        targets: tensors with one row per record.
-    """
-    if isinstance(inputs, DatasetRows):
-        return {len(inputs)}
-    return {len(t) if t.dim() > 0 else 0 for t in tree_leaves((inputs, targets)) if isinstance(t, Tensor)}
-
-
-def record_count(inputs: Any, targets: Any) -> int:
-    """Returns the number of records of a data set, or raises an InputError where its tensors disagree.
-
-    Args:
-        inputs: tensors with one row per record.
-        targets: tensors with one row per record.
-    """
-    if isinstance(inputs, DatasetRows):
-        return len(inputs)
-    sizes = row_counts(inputs, targets)
-    for name, tree in (("inputs", inputs), ("targets", targets)):
-        if not any(isinstance(t, Tensor) for t in tree_leaves(tree)) and (name == "inputs" or tree is not None):
-            what = "must be a tensor or a NumPy array with one row per record, or a tuple or dictionary of such"
-            raise InputError(name, what, f"a {type(tree).__name__} without one")
-    if len(sizes) != 1 or 0 in sizes:
-        raise InputError("inputs", "and targets must have one row for each record", sorted(sizes))
-    return sizes.pop()
 
 
 def reset_parameters(model: nn.Module) -> None:
@@ -369,6 +263,20 @@ def make_part(name: str, maker: Callable[[Any], Any], given: Any) -> Any:
     return part
 
 
+def make_parts(
+    optimizer: Callable[[Any], Any], schedule: Callable[[Any], Any] | None, params: Mapping[str, Tensor]
+) -> tuple[Any, Any]:
+    """Returns a new optimizer and its schedule (None without one), as at the start of a run.
+
+    Args:
+        optimizer: parameters → optimizer.
+        schedule: optimizer → schedule.
+        params: by name.
+    """
+    made = make_part("optimizer", optimizer, list(params.values()))
+    return made, None if schedule is None else make_part("schedule", schedule, made)
+
+
 def set_gradients(params: Mapping[str, Tensor], flat: Tensor) -> None:
     """Sets the gradient of each parameter from all of them in one vector, in float64, rounded once.
 
@@ -398,3 +306,26 @@ def check_length(kind: str, length: int, begun: str, steps: int) -> None:
     if steps and length != steps:
         why = "which steps measure which record is planned over all steps of a run"
         raise InputError("steps", f"must stay {steps}, as {kind} began with: {why}. For others {anew}", length)
+
+
+def warn_of_end(kind: str, steps: int) -> None:
+    """Warns that a training has ended, and says how to train longer.
+
+    Args:
+        kind: "fit" or "repeat".
+        steps: of one run.
+    """
+    warn_user(
+        f"{kind} has done its {steps} steps already and trains nothing more: to train longer make a new PrivateSGD "
+        "(with a checkpoint folder of its own) and give it all the steps",
+        ReconboundWarning,
+    )
+
+
+def warn_of_fresh_parameters() -> None:
+    """Warns that `repeat` does not start from the parameters that the model was given."""
+    warn_user(
+        "repeat begins each run from fresh parameters: those that the model was given are lost. To start from them, "
+        "give PrivateSGD initialise=lambda m: m.load_state_dict(start)",
+        ReconboundWarning,
+    )

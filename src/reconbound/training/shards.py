@@ -15,12 +15,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from reconbound._internal.checks import InputError, whole
+from reconbound._internal.checks import InputError, warn_user, whole
 from reconbound.divergences import sensitivity
 from reconbound.training.ranks import Ranks, TrainingError, on_cpu
 from reconbound.training.sampling import WHOLE, Shard
 from reconbound.training.settings import Settings
 from reconbound.training.step import StepWork
+from reconbound.validate.model import ReconboundWarning
 
 _BITS = 61  # of a sum, beside the sign: the sum of all rounded shards then fits into 63
 PartOfStep = tuple[Tensor, StepWork]
@@ -57,6 +58,14 @@ def grid_of(settings: Settings, records: int) -> float:
     """
     largest = settings.max_grad_norm * sensitivity(settings.clip) * records
     return math.ldexp(1.0, math.frexp(largest)[1] - _BITS)
+
+
+def warn_of_idle_ranks(shards: Sequence[Shard], ranks: Ranks) -> None:
+    """Warns on the first rank where there are more ranks than shards."""
+    idle = ranks.size - len(shards)
+    if idle > 0 and ranks.rank == 0:
+        more = f"{idle} of {ranks.size} ranks have nothing to do: this run has {len(shards)} shards. To"
+        warn_user(f"{more} use more ranks, begin it with more shards", ReconboundWarning)
 
 
 def compute_shards(

@@ -20,17 +20,18 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from reconbound import fisher
 from reconbound._internal.checks import InputError
 from reconbound._internal.opacus_hooks import is_wrapper
-from reconbound._internal.rng import derive, random_states_kept, seeded, torch_stream
+from reconbound._internal.rng import derive, random_states_kept, torch_stream
 from reconbound.accounting.accountant import FisherAccountant
 from reconbound.accounting.measurement_plan import Blocks, Plans, Segments, batch_weight
 from reconbound.data.dataset import describe_copies, find_copies
 from reconbound.fisher import Private, StepInformation
 from reconbound.fisher.sums import ClippedSum, methods_that_pass
 from reconbound.fisher.worlds import StepDistances, World, step_distances
-from reconbound.training.finite import STEPS, FiniteChecks, all_finite
-from reconbound.training.rows import DatasetRows
+from reconbound.training.finite import STEPS, FiniteChecks, all_finite, largest_parameter
+from reconbound.training.noise import record_losses
+from reconbound.training.rows import DatasetRows, record_count
 from reconbound.training.sampling import WHOLE, Shard, within
-from reconbound.training.settings import Fault, Settings, record_count
+from reconbound.training.settings import Fault, Settings
 from reconbound.training.static_step import StaticStep, Summed
 from reconbound.validate import ModelError, check_batch, check_clipping
 from reconbound.validate.model import known_caveats
@@ -144,7 +145,7 @@ class Measurer:
             more = describe_copies(copies, self.records)
         self.caveats = (*found, *more)
         kinds = (Private("nothing"), measured)
-        with _refusing():
+        with _model_errors_explained():
             if check:  # only methods that pass on four records
                 four = self.rows(torch.tensor([i * (self.records - 1) // 3 for i in range(4)]).unique())
                 self.methods = methods_that_pass(model, loss_fn, four, kinds, **self._clip)
@@ -196,7 +197,7 @@ class Measurer:
 
     def gradient_sum(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Computes Σ c g over these records, flat, in the order of `params`, and their clipped norms."""
-        with self._explained(indices):
+        with self._record_errors_explained(indices):
             static = None if self.static is None else self.static.gradient_sum(indices)
             clipped, summed = static or self._with_sum(self.clipped(*self.rows(indices)))
         self._check_finite(summed, indices, (clipped.loss, clipped.norm))
@@ -211,7 +212,7 @@ class Measurer:
 
     def distances(self, indices: Tensor) -> StepDistances:
         """Measures how far the clipped gradients of these records are from those in the replaced worlds."""
-        with self._explained(indices):
+        with self._record_errors_explained(indices):
             static = None if self.static is None else self.static.distances(indices)
             found, finite = static or (self.apart(*self.rows(indices), self.worlds), None)
         none = Summed(found.loss[:0], finite)
@@ -235,7 +236,7 @@ class Measurer:
             generator: draws the probes.
         """
         probes = fisher.ProbeOptions(count=self.settings.probes, error="bound", generator=generator)
-        with self._explained(indices):
+        with self._record_errors_explained(indices):
             static = None if self.static is None else self.static.information(indices, generator)
             found, summed = static or self._with_sum(self.informed(*self.rows(indices), probes))
         self._check_finite(summed, indices, (found.loss, found.norm, found.trace))
@@ -351,7 +352,7 @@ class Measurer:
         """Refuses a model whose records PyTorch cannot take apart or differentiate, before training starts."""
         buffers = {name: b.clone() for name, b in self.model.named_buffers()}
         try:
-            with _refusing(), random_states_kept():
+            with _model_errors_explained(), random_states_kept():
                 self.gradient_sum(indices)
                 if self.settings.rules is not None:
                     self.information(indices, torch.Generator(self.device).manual_seed(0))
@@ -384,7 +385,7 @@ class Measurer:
         self.checks.add(all_finite(*values, summed.total) if summed.finite is None else summed.finite, explain)
 
     @contextmanager
-    def _explained(self, indices: Tensor) -> Iterator[None]:
+    def _record_errors_explained(self, indices: Tensor) -> Iterator[None]:
         """Raises a Fault that names the record whose label or token is out of range."""
         try:
             yield
@@ -414,12 +415,6 @@ class Measurer:
         return columns, len(columns)
 
 
-def largest_parameter(params: Mapping[str, Tensor]) -> Tensor:
-    """Returns the largest absolute value of all parameters; NaN where one is."""
-    norms = torch._foreach_norm([p.detach() for p in params.values()], float("inf"))
-    return torch.stack([norm.double() for norm in norms]).max()
-
-
 def _turns(plan: Blocks | Segments, seed: int, step: int, shard: Shard) -> Iterator[tuple[int, Tensor]]:
     """Yields the number of each group that is measured at a step, from 1, and those of its records in the shard."""
     for k, group in enumerate(plan.at(seed, step), 1):
@@ -429,7 +424,7 @@ def _turns(plan: Blocks | Segments, seed: int, step: int, shard: Shard) -> Itera
 
 
 @contextmanager
-def _refusing() -> Iterator[None]:
+def _model_errors_explained() -> Iterator[None]:
     """Explains PyTorch's error where it cannot separate a model's records or differentiate the model."""
     try:
         yield
@@ -438,24 +433,3 @@ def _refusing() -> Iterator[None]:
     except RuntimeError as error:
         why = str(error).split("\n")[0]
         raise ModelError(f"the information of single records cannot be computed for this model: {why}") from error
-
-
-def record_losses(model: nn.Module, loss_fn: Any, inputs: Any, targets: Any) -> list[float] | None:
-    """Returns the losses of these records; None where they cannot be computed or are not finite.
-
-    Buffers and random numbers are not changed.
-
-    Args:
-        model: at its present parameters.
-        loss_fn: (outputs, targets) → one loss per record.
-        inputs: of these records.
-        targets: of these records.
-    """
-    own = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    problem = Problem(model, loss_fn, Private("nothing"))
-    try:
-        with torch.no_grad(), seeded(0):
-            losses = problem.losses(torch.zeros(record_count(inputs, targets)), inputs, targets, own)
-    except Exception:  # errors of the loss or of a record are reported when it is trained on, not here
-        return None
-    return losses.double().cpu().tolist() if bool(torch.isfinite(losses).all()) else None

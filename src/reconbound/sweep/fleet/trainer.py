@@ -30,10 +30,9 @@ from reconbound.accounting.spec import checked_counts
 from reconbound.fisher import Private
 from reconbound.sweep.fleet.engine import METHODS, LossFn, Work, make_engine
 from reconbound.training.checkpoint import data_digest, plain_json
-from reconbound.training.noise import model_facts
+from reconbound.training.noise import model_facts, record_losses
 from reconbound.training.sampling import Sampler, make_account, make_plan, make_sampler, padded_sizes
 from reconbound.training.settings import Settings, reset_parameters
-from reconbound.training.step import record_losses
 from reconbound.validate.private import as_private, feature_mask
 
 NOT_FOR_RELEASE = (
