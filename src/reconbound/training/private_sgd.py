@@ -133,7 +133,7 @@ class PrivateSGD:
         flags = {"spectral": spectral, "progress": progress, "check": check}
         given.check_arguments(model, settings, callbacks, functions, flags)
         self.model, self.loss_fn, self.settings, self.ranks = model, loss_fn, settings, Ranks.present()
-        self.inputs, self.targets = given.as_rows(model, inputs, targets)
+        self.inputs, self.targets = self.ranks.try_all(lambda: given.as_rows(model, inputs, targets))
         self.records = given.record_count(self.inputs, self.targets)
         self.sampler = make_sampler(settings.sampler, self.records, settings.sample_rate)
         self.shards = make_shards(self.records, 1 if shards is None else shards)
@@ -398,7 +398,7 @@ class PrivateSGD:
                 self.shards = make_shards(self.records, min(self.records, self.ranks.size))
             asked = ("steps", "kind", "spectral", "private", "diagonal", "feature_scale", "whole_at", "worlds")
             options = {**asdict(self.settings), **{name: getattr(self, name) for name in asked}}
-            self.identity = checkpoints.identify(self, options)
+            self.identity = self.ranks.try_all(lambda: checkpoints.identify(self, options))
         here = {name: getattr(self, name) for name in ("every", "evaluate_every", "_shards_given")}
         here |= {"seed": self.settings.seed, "runs": runs, "place": self.order if self.folder is None else None}
         here |= {"evaluate": self.evaluate is None, "callbacks": len(self.callbacks)}
