@@ -14,9 +14,10 @@ from scipy import stats
 import rank_run
 from learning import RECORDS, learner
 from many_ranks import ends_of_ranks, on_ranks
+from reconbound import audit
 from reconbound._internal.checks import InputError
 from reconbound.training.checkpoint import CheckpointError
-from reconbound.training.ranks import Ranks, TrainingError
+from reconbound.training.ranks import Ranks, TrainingError, refuse_several
 from reconbound.training.sampling import Poisson, Shard
 from reconbound.training.settings import Settings
 from reconbound.training.shards import check_apart, compute_shards, grid_of, make_shards
@@ -266,6 +267,20 @@ def test_ranks_with_other_data_or_settings_are_refused() -> None:
     for errors in on_ranks(2, rank_run.errors_of, calls):
         for name, text in zip(("data", "configuration", "seed"), errors, strict=True):
             assert text.startswith(f"InputError: {name} must be the same on all ranks, the whole of it")
+
+
+def test_an_audit_on_several_ranks_is_refused(monkeypatch, tmp_path) -> None:
+    """Under torchrun each rank would audit all records by itself, in the same folder."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match=r"audit must run on one rank: .* got 2"):
+        audit("wine", out=tmp_path / "audit")
+    assert not (tmp_path / "audit").exists()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    refuse_several("audit")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    monkeypatch.setenv("WORLD_SIZE", "2")  # of something else
+    refuse_several("audit")
 
 
 # --- checkpoints -------------------------------------------------------------------------

@@ -173,8 +173,7 @@ def refuse_several(name: str) -> None:
     started = int(os.environ.get("WORLD_SIZE", "1")) if dist.is_available() and dist.is_torchelastic_launched() else 1
     size = max(started, Ranks.present().size)
     if size > 1:
-        why = "must be called in one process: only PrivateSGD and watch share their work among ranks"
-        raise InputError(name, why, f"{size} ranks")
+        raise InputError(name, "must run on one rank: only PrivateSGD and watch share their work among ranks", size)
 
 
 def _group_of(tensor: Tensor) -> Any:
