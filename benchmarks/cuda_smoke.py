@@ -2,7 +2,8 @@
 
 Information equals that on the CPU in float64, eager and in a CUDA graph; noise has the cipher's bits; PrivateSGD's
 graphs give the eager sums, information and ledgers, a stopped training goes on to the same end, what cannot be captured
-is computed eagerly; audit and sweep run on the GPU. A check that fails does not stop the others.
+is computed eagerly; one rank of NCCL trains as a process without ranks; audit and sweep run on the GPU. A check that
+fails does not stop the others.
 
     python benchmarks/cuda_smoke.py [--only replayed noise] [--no-table] [words for training_speed.py]
 """
@@ -17,11 +18,13 @@ import time
 import traceback
 import warnings
 from dataclasses import replace
+from datetime import timedelta
 from unittest import mock
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for sums that are the same to the last bit
 
 import torch
+import torch.distributed as dist
 import training_speed
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -36,6 +39,7 @@ from reconbound.fisher.worlds import Replacement
 from reconbound.sweep.fleet.trainer import Fleet
 from reconbound.training.noise import by_cipher, draw, draw_for, draw_without_waiting
 from reconbound.training.private_sgd import PrivateSGD
+from reconbound.training.ranks import Ranks, _group_of_cpu, _time_limit
 from reconbound.training.settings import Settings
 
 
@@ -203,6 +207,55 @@ def replayed() -> None:
 
 
 STEPS = 200
+
+
+class CountedAsSeveral(int):
+    """One, where "is it one?" is answered by no: a rank by itself then sends all that several send each other."""
+
+    __hash__ = int.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return False
+
+    def __gt__(self, other: int) -> bool:
+        return True
+
+
+def ranks(backend: str = "nccl", device: str = "cuda") -> None:
+    """One rank of NCCL trains as a process without torch.distributed, bit for bit; so does a model on the CPU.
+
+    In one shard, where a rank by itself sends nothing, and in four, sending all that several ranks send. It needs one
+    GPU only: on two, start docs/guides/scale.md's train.py with torchrun."""
+    torch.use_deterministic_algorithms(True)
+    x, y = torch.rand(500, 1, 28, 28), torch.randint(0, 10, (500,))
+    settings = Settings(0.7, 1.0, 0.1, lr=0.05, momentum=0.5, budget=0.5, seed=2**100)
+
+    def end(place, shards):
+        torch.manual_seed(1)
+        with tempfile.TemporaryDirectory() as folder:
+            how = {"shards": shards, "checkpoint": folder, "every": 5, "progress": False}
+            one = PrivateSGD(networks.mnist_cnn().to(place), losses, x, y, settings, **how).fit(20)
+        return {**one.accountant.state(), **{name: p.detach() for name, p in one.model.named_parameters()}}
+
+    cases = [(device, 1, False), (device, 4, True), ("cpu", 4, True)]
+    without = [end(place, shards) for place, shards, _ in cases]
+    limit = timedelta(seconds=77)
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(f"{folder}/store", 1)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=limit)
+        try:
+            for (place, shards, several), alone in zip(cases, without, strict=True):
+                size = CountedAsSeveral(1) if several else 1
+                with mock.patch.object(Ranks, "present", return_value=Ranks(0, size)):
+                    found = end(place, shards)
+                for name, value in alone.items():
+                    assert torch.equal(found[name], value), (place, shards, name)
+                print(f"{backend}, model on {place}, {shards} shards, sent: {several}; the same bit for bit")
+            beside = _group_of_cpu()
+            assert beside is not None, "objects went through NCCL"
+            assert _time_limit(dist.group.WORLD) == _time_limit(beside) == limit
+        finally:
+            dist.destroy_process_group()
 
 
 def replayed_worlds() -> None:
@@ -422,6 +475,7 @@ CHECKS = {
     "replayed_worlds": replayed_worlds,
     "not_captured": not_captured,
     "private_sgd": private_sgd,
+    "ranks": ranks,
     "commands": commands,
     "information": information,
     "generators": generators,

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 
-def start(target: Callable[..., None], *args: Any) -> Any:
-    process = multiprocessing.get_context("forkserver").Process(target=target, args=args, daemon=True)
+def start(target: Callable[..., None], *args: Any, daemon: bool = True) -> Any:
+    """Starts a process. Only one that is no daemon may start others, as the workers of a DataLoader."""
+    process = multiprocessing.get_context("forkserver").Process(target=target, args=args, daemon=daemon)
     process.start()
     return process
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import tempfile
@@ -21,8 +22,17 @@ from killing import start
 LIMIT, PATIENCE = 180, 90
 
 
+def _for_gpus_only(*given: Any) -> Any:
+    return dist.ProcessGroupGloo(*given)
+
+
+#: Takes tensors on a GPU only, as NCCL does: one on the CPU is refused ("No backend type associated with device type").
+dist.Backend.register_backend("gpus_only", _for_gpus_only, devices=["cuda"])
+
+
 def _rank(target: Callable[..., Any], args: Sequence[Any], place: str, rank: int, size: int, pipe: Any) -> None:
     torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # of workers: another server of forks would load all anew
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(place, size)  # no port that another test might have
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE))
@@ -46,7 +56,7 @@ def ends_of_ranks(size: int, target: Callable[..., Any], *args: Any) -> list[tup
         try:
             for rank in range(size):
                 ours, theirs = _pipe()
-                ranks.append(start(_rank, target, args, place, rank, size, theirs))
+                ranks.append(start(_rank, target, args, place, rank, size, theirs, daemon=False))
                 theirs.close()
                 context_of.append(ours)
             ends, until = [], time.monotonic() + LIMIT
@@ -80,6 +90,4 @@ def on_ranks(size: int, target: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 def _pipe() -> tuple[Any, Any]:
-    import multiprocessing
-
     return multiprocessing.get_context("forkserver").Pipe()

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset
 
 from learning import Kept, data, learner, network
-from reconbound import Replacement
-from reconbound.training import step
-from reconbound.training.ranks import TrainingError
+from reconbound import DatasetRows, Replacement
+from reconbound.training import ranks, step
+from reconbound.training.ranks import Ranks, TrainingError
 from reconbound.training.settings import Callback
 from reconbound.validate import ModelError
 
@@ -32,7 +38,7 @@ def made(case: str = "everything", **changes: Any) -> Any:
     """A learner in float64, with records that the clip changes."""
     x, y = data()
     options: dict[str, Any] = {"shards": 4, "kind": Kept, "progress": False, **CASES[case], **changes}
-    return learner(network().double(), records=(x.double() * 3, y), **options)
+    return learner(network().double(), **{"records": (x.double() * 3, y), **options})
 
 
 def outcome(one: Any) -> dict[str, Any]:
@@ -93,7 +99,125 @@ def released(steps: int) -> dict[str, Any]:
     return {"released": seen.kept, "sums": sums, "drawn": len(one.drawn)}
 
 
+# --- a Dataset ---------------------------------------------------------------------------
+
+
+class Items(Dataset[Any]):
+    """The records of `made`; counts how often each was read, also by workers, and fails when it is told to."""
+
+    def __init__(self) -> None:
+        x, y = data()
+        self.x, self.y = x.double() * 3, y.tolist()
+        self.reads = torch.zeros(len(y), dtype=torch.int64).share_memory_()
+        self.bad = torch.full((1,), -1).share_memory_()
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads[index] += 1
+        if index == self.bad:
+            raise OSError(f"item {index} is gone")
+        return self.x[index], self.y[index]
+
+
+def made_of_items(workers: int = 0, **changes: Any) -> tuple[Items, Any]:
+    items = Items()
+    return items, made("everything", records=(DatasetRows(items, workers=workers), None), **changes)
+
+
+def trained_on_items(workers: int) -> dict[str, Any]:
+    items, one = made_of_items(workers)
+    items.reads.zero_()
+    return {**outcome(one.fit(8)), "reads": items.reads.numpy()}
+
+
+def items_on_ranks(folder: str) -> dict[str, Any]:
+    """Everything that a test asks of two ranks with a Dataset: starting them takes longer than training."""
+    found: dict[str, Any] = {f"workers {count}": trained_on_items(count) for count in (0, 1)}
+    found["stopped"] = stopped_on_items(folder)
+    found["errors"] = [error_of_items(0, early=True), error_of_items(1, early=False)]
+    return found
+
+
+def with_other_backends() -> dict[str, Any]:
+    """A training whose default group takes tensors on GPUs only, twice, and what is sent through which group."""
+    found = {}
+    for name in ("first", "second"):  # another default group needs another one beside it
+        place = dist.distributed_c10d._get_default_store()
+        number, size = rank(), dist.get_world_size()
+        dist.destroy_process_group()
+        limit = timedelta(seconds=77)
+        store = dist.PrefixStore(name, place)
+        dist.init_process_group("gpus_only", store=store, rank=number, world_size=size, timeout=limit)
+        refused = errors_of([lambda: dist.all_reduce(torch.ones(1))])
+        found[name] = {**trained("batches"), **released_on_gpus()}
+        beside = ranks._group_of_cpu()
+        assert beside is ranks._group_of_cpu()
+        found[f"about {name}"] = [*refused, str(ranks._time_limit(beside))]
+    return found
+
+
+def released_on_gpus() -> dict[str, Any]:
+    """Which tensors go through the default group; tensors without values stand for those on a GPU."""
+    sent = []
+
+    def send(tensor: Any, *, group: Any, **_: Any) -> None:
+        sent.append((tensor.device.type, group is None))
+
+    both = Ranks.present()
+    with mock.patch.multiple(dist, all_reduce=send, broadcast=send):
+        for device in ("meta", "cpu"):
+            zeros = partial(torch.zeros, 3, device=device)
+            both.sum_whole(zeros(dtype=torch.int64))
+            both.tensor_from_first(partial(zeros, dtype=torch.float64), zeros)
+    return {"sent": sent}
+
+
+def stopped_on_items(folder: str) -> str:
+    try:
+        made_of_items(1, checkpoint=folder, every=2, callbacks=[StopsAt(5)])[1].fit(8)
+    except (ZeroDivisionError, TrainingError) as reason:
+        return str(reason)
+    return "not stopped"
+
+
+def resumed_on_items(folder: str) -> dict[str, Any]:
+    return outcome(made_of_items(0, checkpoint=folder, every=2, callbacks=[StopsAt(-1)])[1].fit(8))
+
+
+def error_of_items(workers: int, *, early: bool) -> str:
+    """Rank 1 cannot read an item: in the pass over all of them, or in a step."""
+    items = Items()
+    rows = DatasetRows(items, workers=workers)
+
+    class Breaks(Callback):
+        def on_step(self, learner: Any) -> None:
+            items.bad[:] = 20 if rank() == 1 else -1
+
+    if early:
+        Breaks().on_step(None)
+    try:
+        made("everything", records=(rows, None), callbacks=[Breaks()]).fit(30)
+    except (OSError, TrainingError) as reason:
+        return f"{type(reason).__name__}: {reason}"
+    return "no error"
+
+
 # --- what goes wrong ---------------------------------------------------------------------
+
+
+def errors_of(calls: Sequence[Callable[[], None]]) -> list[str]:
+    """Returns the first line of the error with which each call ends, one after the other on the same ranks."""
+    found = []
+    for call in calls:
+        try:
+            call()
+        except Exception as reason:
+            found.append(f"{type(reason).__name__}: {reason}".splitlines()[0])
+        else:
+            found.append("no error")
+    return found
 
 
 def with_a_bad_record(record: int) -> None:
@@ -107,9 +231,8 @@ def with_a_self_test_that_fails_on(bad: int) -> None:
     def fails(*given: Any, **options: Any) -> None:
         raise ModelError("the sums of this machine are wrong")
 
-    if rank() == bad:
-        step.check_batch = fails  # type: ignore[assignment]
-    learner(network().double(), progress=False, check=True, records=(data()[0].double(), data()[1]))
+    with mock.patch.object(step, "check_batch", fails if rank() == bad else step.check_batch):
+        learner(network().double(), progress=False, check=True, records=(data()[0].double(), data()[1]))
 
 
 def with_an_evaluation_that_fails_on(bad: int) -> None:
@@ -122,12 +245,14 @@ def with_an_evaluation_that_fails_on(bad: int) -> None:
 
 
 def with_a_rank_that_dies(bad: int) -> None:
+    """Its DataLoader worker lives on for some seconds, with the connections that it has inherited."""
+
     class Dies(Callback):
         def on_step(self, learner: Any) -> None:
             if learner.step == 3 and rank() == bad:
                 os._exit(1)
 
-    made(callbacks=[Dies()]).fit(8)
+    made_of_items(1, callbacks=[Dies()])[1].fit(8)
 
 
 def with_only_its_own_records() -> None:

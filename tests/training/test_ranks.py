@@ -12,11 +12,12 @@ import torch
 from scipy import stats
 
 import rank_run
-from learning import learner
+from learning import RECORDS, learner
 from many_ranks import ends_of_ranks, on_ranks
+from reconbound import audit
 from reconbound._internal.checks import InputError
 from reconbound.training.checkpoint import CheckpointError
-from reconbound.training.ranks import Ranks, TrainingError
+from reconbound.training.ranks import Ranks, TrainingError, refuse_several
 from reconbound.training.sampling import Poisson, Shard
 from reconbound.training.settings import Settings
 from reconbound.training.shards import check_apart, compute_shards, grid_of, make_shards
@@ -92,6 +93,47 @@ def test_law_of_the_released_sums() -> None:
     assert abs((x[1:] * x[:-1]).mean()) < 4 / n**0.5  # steps are independent
     halves = x[:, : x.shape[1] // 2] * x[:, -(x.shape[1] // 2) :]
     assert abs(halves.mean()) < 4 / halves.size**0.5
+
+
+@forked
+def test_a_dataset_is_read_by_its_ranks(tmp_path) -> None:
+    """In the training's process and by a worker of each rank; a rank reads no record of another one's shards."""
+    alone, folder = rank_run.trained_on_items(0), str(tmp_path / "run")
+    alone.pop("reads")
+    ranks = on_ranks(2, rank_run.items_on_ranks, folder)
+    half = RECORDS // 2
+    some = np.linspace(0, RECORDS - 1, 8).astype(int)  # rank 0 computes the losses of eight records at the start
+    for number, found in enumerate(ranks):
+        for workers in ("workers 0", "workers 1"):
+            reads = found[workers].pop("reads")
+            assert_same(alone, found[workers])
+            others = np.ones(RECORDS)  # all are read once, for their digest
+            others[some] += number == 0
+            own = slice(0, half) if number == 0 else slice(half, RECORDS)
+            foreign = np.ones(RECORDS, bool)
+            foreign[own] = False
+            np.testing.assert_array_equal(reads[foreign], others[foreign])
+            assert reads[own].sum() > others[own].sum()
+        for error in found["errors"]:
+            assert "item 20 is gone" in error
+            assert number == 1 or error.startswith("TrainingError: rank 1 failed, and rank 0 ends with it: OSError")
+            assert number == 1 or "\n" not in error
+        assert "stopped" in found["stopped"]
+        assert "not stopped" not in found["stopped"]
+    assert_same(alone, rank_run.resumed_on_items(folder))
+
+
+@forked
+def test_only_tensors_on_a_gpu_go_through_a_group_for_gpus() -> None:
+    """As NCCL is one: objects, and a model on the CPU, go through gloo beside it, with the same time limit."""
+    alone = rank_run.trained("batches")
+    for found in on_ranks(2, rank_run.with_other_backends):
+        for name in ("first", "second"):
+            refused, limit = found[f"about {name}"]
+            assert "No backend type associated with device type cpu" in refused
+            assert limit == "0:01:17"
+            assert found[name].pop("sent") == [("meta", True)] * 2 + [("cpu", False)] * 2
+            assert_same(alone, found[name])
 
 
 def rank_run_defaults_alone() -> dict[str, Any]:
@@ -191,24 +233,22 @@ def test_impossible_numbers_of_shards_are_refused(count: Any) -> None:
 
 
 @forked
-@pytest.mark.parametrize(
-    ("target", "bad", "message"),
-    [
+def test_an_error_on_one_rank_ends_all_with_one_line() -> None:
+    cases = [
         (rank_run.with_a_bad_record, 20, "record 20 has loss nan"),
         (rank_run.with_a_self_test_that_fails_on, 1, "the sums of this machine are wrong"),
         (rank_run.with_an_evaluation_that_fails_on, 1, "no test records here"),
         (rank_run.with_an_evaluation_that_fails_on, 0, "no test records here"),
-    ],
-)
-def test_an_error_on_one_rank_ends_all_with_one_line(target: Any, bad: int, message: str) -> None:
-    started, failed = time.monotonic(), min(bad, 1)
-    ends = ends_of_ranks(2, target, bad)
+    ]
+    started = time.monotonic()
+    ranks = on_ranks(2, rank_run.errors_of, [partial(target, bad) for target, bad, _ in cases])
     assert time.monotonic() - started < 60  # gloo itself would wait for 90 seconds
-    assert [kind for kind, _ in ends] == ["raised", "raised"]
-    own, other = (ends[rank][1].splitlines()[0] for rank in (failed, 1 - failed))
-    assert message in own
-    assert f"TrainingError: rank {failed} failed, and rank {1 - failed} ends with it: " in other
-    assert message in other
+    for number, (_, bad, message) in enumerate(cases):
+        failed = min(bad, 1)
+        own, other = (ranks[rank][number] for rank in (failed, 1 - failed))
+        assert message in own
+        assert f"TrainingError: rank {failed} failed, and rank {1 - failed} ends with it: " in other
+        assert message in other
 
 
 @forked
@@ -222,18 +262,25 @@ def test_a_rank_that_dies_ends_the_others() -> None:
 
 
 @forked
-@pytest.mark.parametrize(
-    ("target", "name"),
-    [
-        (rank_run.with_only_its_own_records, "data"),
-        (rank_run.with_other_settings, "configuration"),
-        (rank_run.with_another_seed, "seed"),
-    ],
-)
-def test_ranks_with_other_data_or_settings_are_refused(target: Any, name: str) -> None:
-    for kind, text in ends_of_ranks(2, target):
-        assert kind == "raised"
-        assert text.startswith(f"InputError: {name} must be the same on all ranks, the whole of it")
+def test_ranks_with_other_data_or_settings_are_refused() -> None:
+    calls = [rank_run.with_only_its_own_records, rank_run.with_other_settings, rank_run.with_another_seed]
+    for errors in on_ranks(2, rank_run.errors_of, calls):
+        for name, text in zip(("data", "configuration", "seed"), errors, strict=True):
+            assert text.startswith(f"InputError: {name} must be the same on all ranks, the whole of it")
+
+
+def test_an_audit_on_several_ranks_is_refused(monkeypatch, tmp_path) -> None:
+    """Under torchrun each rank would audit all records by itself, in the same folder."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match=r"audit must run on one rank: .* got 2"):
+        audit("wine", out=tmp_path / "audit")
+    assert not (tmp_path / "audit").exists()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    refuse_several("audit")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    monkeypatch.setenv("WORLD_SIZE", "2")  # of something else
+    refuse_several("audit")
 
 
 # --- checkpoints -------------------------------------------------------------------------

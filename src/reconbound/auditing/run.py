@@ -44,6 +44,7 @@ from reconbound.mechanisms.guarantee import Guarantee, guarantee
 from reconbound.report import folder as files
 from reconbound.training.checkpoint import lock_folder
 from reconbound.training.private_sgd import PrivateSGD
+from reconbound.training.ranks import refuse_several
 from reconbound.training.sampling import Sampler, make_account, make_sampler
 
 if TYPE_CHECKING:
@@ -167,6 +168,7 @@ def run_audit(
     Guarantee: as FisherAccountant's, for the release of the first run's noisy steps. The records kept whole are chosen
     by the estimate itself, so the largest is more often too large than too small.
     """
+    refuse_several("audit")
     if publish_accuracy:
         check_publishable(dataset)
     caveats = check_model(dataset, options.model)

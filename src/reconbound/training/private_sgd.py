@@ -124,7 +124,7 @@ class PrivateSGD:
         flags = {"spectral": spectral, "progress": progress, "check": check}
         given.check_arguments(model, settings, callbacks, functions, flags)
         self.model, self.loss_fn, self.settings, self.ranks = model, loss_fn, settings, Ranks.present()
-        self.inputs, self.targets = as_rows(model, inputs, targets)
+        self.inputs, self.targets = self.ranks.try_all(lambda: as_rows(model, inputs, targets))
         self.records = record_count(self.inputs, self.targets)
         self.sampler = make_sampler(settings.sampler, self.records, settings.sample_rate)
         self.shards = make_shards(self.records, 1 if shards is None else shards)
@@ -374,7 +374,7 @@ class PrivateSGD:
             self.seed = self.ranks.from_first(lambda: self.seed)
             if self._shards_given is None:
                 self.shards = make_shards(self.records, min(self.records, self.ranks.size))
-            self.identity = checkpoints.identify(self)
+            self.identity = self.ranks.try_all(lambda: checkpoints.identify(self))
         here = {name: getattr(self, name) for name in ("every", "evaluate_every", "_shards_given")}
         here |= {"seed": self.settings.seed, "runs": runs, "place": self.order if self.folder is None else None}
         here |= {"evaluate": self.evaluate is None, "callbacks": len(self.callbacks)}

@@ -2,14 +2,19 @@
 
 Whatever a rank does that may fail goes through `gather` or `from_first`, and every rank goes through the same ones in
 the same order. So an error on one rank ends all of them with one line, and none waits for a rank that has ended.
+
+Objects and tensors on the CPU go through a group that takes them: NCCL takes tensors on its GPU only. Beside a default
+group of that kind stands one of gloo, in which a rank that ended is noticed at once.
 """
 
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +30,9 @@ if dist.is_available():
     import torch.distributed.nn.functional
 
 T = TypeVar("T")
+
+#: The groups of gloo beside default groups, neither of them kept alive: destroy_process_group ends both.
+_BESIDE: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
 class TrainingError(RuntimeError):
@@ -65,7 +73,7 @@ class Ranks:
             own = make()
         except Exception as reason:
             with suppress(TrainingError):
-                self._exchange((False, f"{type(reason).__name__}: {' '.join(str(reason).split())[:500]}"))
+                self._exchange((False, f"{type(reason).__name__}: {_one_line(reason)}"))
             raise
         found = self._exchange((True, own))
         for rank, (made, value) in enumerate(found):
@@ -100,7 +108,7 @@ class Ranks:
 
         self.gather(on_first)
         if self.size > 1:
-            self._send(lambda: dist.broadcast_object_list(made, src=0))
+            self._send(lambda: dist.broadcast_object_list(made, src=0, group=_group_of_cpu()))
         found: T = made[0]
         return found
 
@@ -114,7 +122,7 @@ class Ranks:
         if self.size == 1:
             return make()
         found = make() if self.rank == 0 else zeros(dtype=torch.float64)
-        self._send(lambda: dist.broadcast(found, src=0))
+        self._send(lambda: dist.broadcast(found, src=0, group=_group_of(found)))
         return found
 
     def sum_whole(self, numbers: Tensor) -> Tensor:
@@ -126,7 +134,7 @@ class Ranks:
         if self.size == 1:
             return numbers
         found = numbers.clone()
-        self._send(lambda: dist.all_reduce(found))
+        self._send(lambda: dist.all_reduce(found, group=_group_of(found)))
         return found
 
     def check_alike(self, facts: Mapping[str, Any]) -> None:
@@ -144,7 +152,7 @@ class Ranks:
 
     def _exchange(self, own: Any) -> list[Any]:
         found: list[Any] = [None] * self.size
-        self._send(lambda: dist.all_gather_object(found, own))
+        self._send(lambda: dist.all_gather_object(found, own, group=_group_of_cpu()))
         return found
 
     def _send(self, call: Callable[[], Any]) -> None:
@@ -154,6 +162,60 @@ class Ranks:
             why = " ".join(str(reason).split())[:200]
             lost = f"rank {self.rank} (process {os.getpid()}) has lost another rank, which ended or hangs"
             raise TrainingError(f"{lost}: start again from the last checkpoint ({why})") from reason
+
+
+def refuse_several(name: str) -> None:
+    """Refuses work that one process does by itself, where torch.distributed or torchrun has started several.
+
+    Args:
+        name: of the work.
+    """
+    started = int(os.environ.get("WORLD_SIZE", "1")) if dist.is_available() and dist.is_torchelastic_launched() else 1
+    size = max(started, Ranks.present().size)
+    if size > 1:
+        raise InputError(name, "must run on one rank: only PrivateSGD and watch share their work among ranks", size)
+
+
+def _group_of(tensor: Tensor) -> Any:
+    """Returns the group that a tensor is sent through: None, the default one, for tensors on a GPU."""
+    return _group_of_cpu() if tensor.device.type == "cpu" else None
+
+
+def _group_of_cpu() -> Any:
+    """Returns the group for objects and tensors on the CPU: None, the default one, if it takes them.
+
+    Otherwise one of gloo with the same ranks and time limit, made at the first call: all ranks must call this together.
+    """
+    if "cpu:" in dist.get_backend_config():
+        return None
+    own: Any = dist.group.WORLD
+    made = _BESIDE.get(own)
+    found = None if made is None else made()
+    if found is None:
+        found = dist.new_group(backend="gloo", timeout=_time_limit(own))
+        _BESIDE[own] = weakref.ref(found)
+    return found
+
+
+def _time_limit(group: Any) -> timedelta | None:
+    """Returns the time limit that a group was given; None, which stands for torch's own, where it does not say."""
+    with suppress(AttributeError, RuntimeError, IndexError):  # torch has no public name for it
+        found = group._get_backend(group._device_types[0]).options._timeout
+        return found if isinstance(found, timedelta) else None
+    return None
+
+
+def _one_line(reason: Exception) -> str:
+    r"""Returns an error's message on one line; of a long one the first line and the last.
+
+    A DataLoader worker's begins with the name of the worker and ends with the reason; between them is a traceback.
+
+    >>> _one_line(OSError("two\nlines"))
+    'two lines'
+    """
+    lines = [" ".join(line.split()) for line in str(reason).splitlines() if line.strip()]
+    whole = " ".join(lines)
+    return whole if len(whole) <= 300 else f"{lines[0][:250]} … {lines[-1][-250:]}" if len(lines) > 1 else whole[:500]
 
 
 def on_cpu(value: Any) -> Any:
