@@ -30,12 +30,12 @@ def _for_gpus_only(*given: Any) -> Any:
 dist.Backend.register_backend("gpus_only", _for_gpus_only, devices=["cuda"])
 
 
-def _rank(target: Callable[..., Any], args: Sequence[Any], place: str, rank: int, size: int, pipe: Any) -> None:
+def _rank(target: Callable[..., Any], args: Sequence[Any], group: dict[str, Any], place: str, pipe: Any) -> None:
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # of workers: another server of forks would load all anew
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = dist.FileStore(place, size)  # no port that another test might have
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE))
+    store = dist.FileStore(place, group["world_size"])  # no port that another test might have
+    dist.init_process_group(store=store, timeout=timedelta(seconds=PATIENCE), **group)
     try:
         found = ("returned", target(*args))
     except BaseException as reason:
@@ -45,7 +45,7 @@ def _rank(target: Callable[..., Any], args: Sequence[Any], place: str, rank: int
     dist.destroy_process_group()
 
 
-def ends_of_ranks(size: int, target: Callable[..., Any], *args: Any) -> list[tuple[str, Any]]:
+def ends_of_ranks(size: int, target: Callable[..., Any], *args: Any, backend: str = "gloo") -> list[tuple[str, Any]]:
     """Calls target(*args) on each rank; how each ended: ("returned", value), ("raised", text) or ("died", None).
 
     Values must be pickled without torch: NumPy's arrays.
@@ -55,8 +55,9 @@ def ends_of_ranks(size: int, target: Callable[..., Any], *args: Any) -> list[tup
         context_of = []
         try:
             for rank in range(size):
+                group = {"backend": backend, "rank": rank, "world_size": size}
                 ours, theirs = _pipe()
-                ranks.append(start(_rank, target, args, place, rank, size, theirs, daemon=False))
+                ranks.append(start(_rank, target, args, group, place, theirs, daemon=False))
                 theirs.close()
                 context_of.append(ours)
             ends, until = [], time.monotonic() + LIMIT
@@ -81,9 +82,9 @@ def ends_of_ranks(size: int, target: Callable[..., Any], *args: Any) -> list[tup
                 process.join()
 
 
-def on_ranks(size: int, target: Callable[..., Any], *args: Any) -> list[Any]:
+def on_ranks(size: int, target: Callable[..., Any], *args: Any, **options: str) -> list[Any]:
     """Returns what target(*args) returns on each rank."""
-    ends = ends_of_ranks(size, target, *args)
+    ends = ends_of_ranks(size, target, *args, **options)
     for kind, value in ends:
         assert kind == "returned", value
     return [value for _, value in ends]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -140,25 +139,13 @@ def items_on_ranks(folder: str) -> dict[str, Any]:
     return found
 
 
-def with_other_backends() -> dict[str, Any]:
-    """A training whose default group takes tensors on GPUs only, twice, and what is sent through which group."""
-    found = {}
-    for name in ("first", "second"):  # another default group needs another one beside it
-        place = dist.distributed_c10d._get_default_store()
-        number, size = rank(), dist.get_world_size()
-        dist.destroy_process_group()
-        limit = timedelta(seconds=77)
-        store = dist.PrefixStore(name, place)
-        dist.init_process_group("gpus_only", store=store, rank=number, world_size=size, timeout=limit)
-        refused = errors_of([lambda: dist.all_reduce(torch.ones(1))])
-        found[name] = {**trained("batches"), **released_on_gpus()}
-        beside = ranks._group_of_cpu()
-        assert beside is ranks._group_of_cpu()
-        found[f"about {name}"] = [*refused, str(ranks._time_limit(beside))]
-    return found
+def trained_beside_gpus() -> dict[str, Any]:
+    """A training whose default group takes tensors on GPUs only, and what is sent through which group."""
+    about = [*errors_of([lambda: dist.all_reduce(torch.ones(1))]), str(ranks._time_limit(ranks._group_of_cpu()))]
+    return {**trained("batches"), "sent": sent_by_default(), "about": about}
 
 
-def released_on_gpus() -> dict[str, Any]:
+def sent_by_default() -> list[tuple[str, bool]]:
     """Which tensors go through the default group; tensors without values stand for those on a GPU."""
     sent = []
 
@@ -171,7 +158,7 @@ def released_on_gpus() -> dict[str, Any]:
             zeros = partial(torch.zeros, 3, device=device)
             both.sum_whole(zeros(dtype=torch.int64))
             both.tensor_from_first(partial(zeros, dtype=torch.float64), zeros)
-    return {"sent": sent}
+    return sent
 
 
 def stopped_on_items(folder: str) -> str:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from scipy import stats
 
 import rank_run
 from learning import RECORDS, learner
-from many_ranks import ends_of_ranks, on_ranks
+from many_ranks import PATIENCE, ends_of_ranks, on_ranks
 from reconbound import audit
 from reconbound._internal.checks import InputError
 from reconbound.training.checkpoint import CheckpointError
-from reconbound.training.ranks import Ranks, TrainingError, refuse_several
+from reconbound.training.ranks import Ranks, TrainingError, _group_of_cpu, _time_limit, refuse_several
 from reconbound.training.sampling import Poisson, Shard
 from reconbound.training.settings import Settings
 from reconbound.training.shards import check_apart, compute_shards, grid_of, make_shards
@@ -127,13 +129,27 @@ def test_a_dataset_is_read_by_its_ranks(tmp_path) -> None:
 def test_only_tensors_on_a_gpu_go_through_a_group_for_gpus() -> None:
     """As NCCL is one: objects, and a model on the CPU, go through gloo beside it, with the same time limit."""
     alone = rank_run.trained("batches")
-    for found in on_ranks(2, rank_run.with_other_backends):
-        for name in ("first", "second"):
-            refused, limit = found[f"about {name}"]
-            assert "No backend type associated with device type cpu" in refused
-            assert limit == "0:01:17"
-            assert found[name].pop("sent") == [("meta", True)] * 2 + [("cpu", False)] * 2
-            assert_same(alone, found[name])
+    for found in on_ranks(2, rank_run.trained_beside_gpus, backend="gpus_only"):
+        refused, limit = found.pop("about")
+        assert "No backend type associated with device type cpu" in refused
+        assert limit == str(timedelta(seconds=PATIENCE))
+        assert found.pop("sent") == [("meta", True)] * 2 + [("cpu", False)] * 2
+        assert_same(alone, found)
+
+
+def test_another_default_group_has_another_one_beside_it(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    for name in ("first", "second"):
+        store = dist.FileStore(str(tmp_path / name), 1)
+        dist.init_process_group("gpus_only", store=store, rank=0, world_size=1, timeout=timedelta(seconds=77))
+        try:
+            beside = _group_of_cpu()
+            assert beside is _group_of_cpu()
+            found: list[Any] = [None]
+            dist.all_gather_object(found, name, group=beside)
+            assert (found, _time_limit(beside)) == ([name], timedelta(seconds=77))
+        finally:
+            dist.destroy_process_group()
 
 
 def rank_run_defaults_alone() -> dict[str, Any]:
