@@ -61,6 +61,8 @@ def check_draw(draw: Draw, tally: Tally) -> list[str]:
         # scores of attention multiply two weights and two values: with such numbers a softmax or a sigmoid is a step at
         # the resolution of float64 too (draw 914684: the loss changes by 8 within 2e-12 of the segment)
         correct |= _largest(draw) ** 2 > 1000 and "jumps with the private part" in str(refusal)
+        # PyTorch's second derivative of LayerNorm fails under vmap where only parameters reach the loss (draw 2101791)
+        correct |= draw.method == "generic" and "torch.func cannot take it record by record" in str(refusal)
         if draw.dtype == torch.float64 and not correct and _finite(draw):
             faults.append(f"refused, but finite in float64: {refusal}")
     except Exception as error:
