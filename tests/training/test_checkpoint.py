@@ -436,3 +436,12 @@ def test_losses_use_existing_records(records: int) -> None:
     assert asked[0].min() == 0
     assert records - 3 <= asked[0].max() < records
     assert len(asked[0].unique()) == min(8, records)
+
+
+def test_a_checkpoint_is_written_from_the_ledger_itself() -> None:
+    """A copy of a ledger of many records took as much memory again."""
+    one = learner(records=data()).fit(3)
+    assert one.accountant is not None
+    written = checkpoint.snapshot(one).tensors
+    for name, value in one.accountant.tensors().items():
+        assert written[f"ledger/{name}"].data_ptr() == value.data_ptr() or name == "fingerprints"

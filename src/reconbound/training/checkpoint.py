@@ -292,7 +292,7 @@ def restore_optimizer(
 
 
 def snapshot(learner: PrivateSGD) -> Checkpoint:
-    """Returns the state of a learner at the end of the last step."""
+    """Returns the state of a learner at the end of the last step, to be saved before the next: nothing is copied."""
     tensors = {f"model/{name}": value for name, value in learner.model.state_dict().items()}
     tensors |= {f"released/{name}": value for name, value in learner.first_parameters.items()}
     facts: dict[str, Any] = {
@@ -303,7 +303,7 @@ def snapshot(learner: PrivateSGD) -> Checkpoint:
     }
     if learner.accountant is not None:
         facts["runs"], facts["caveats"] = learner.accountant.runs, list(learner.accountant.caveats)
-        tensors |= {f"ledger/{name}": value for name, value in learner.accountant.state().items()}
+        tensors |= {f"ledger/{name}": value.cpu() for name, value in learner.accountant.tensors().items()}
     return Checkpoint(tensors, facts)
 
 
