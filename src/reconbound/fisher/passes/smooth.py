@@ -78,7 +78,9 @@ def _differentiable(value: Tensor, *inputs: tuple[Tensor, Transpose]) -> Tensor:
 
 
 def _refuse(grad: Tensor) -> Tensor:
-    raise NotImplementedError("third derivatives of LayerNorm and GELU in their input are not computed")
+    raise NotImplementedError(
+        "third derivatives of LayerNorm, GroupNorm, softmax and GELU in their input are not computed"
+    )
 
 
 class _Point:
