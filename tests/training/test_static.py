@@ -360,34 +360,49 @@ def test_only_measurements_of_distinct_records_in_blocks_are_joined() -> None:
     assert joined_measurements(drawn)[0].records.tolist() == [0, 1, 2, 5, 3, 1, 4, 6]
 
 
-def test_noise_of_a_graph_is_that_without_one(monkeypatch) -> None:
-    captured: list[Any] = []
-
-    class Graph:
-        def __init__(self, function: Any) -> None:
-            self.function, self.found = function, torch.full_like(function(), torch.nan)
-
-        def replay(self) -> None:
-            self.found.copy_(self.function())
-
-    def stands_in(function: Any, device: Any, pool: Any = None) -> tuple[Any, Tensor]:
-        captured.append(Graph(function))
-        return captured[-1], captured[-1].found
-
-    monkeypatch.setattr(noise, "capture", stands_in)
+def releasing(case: str, monkeypatch: pytest.MonkeyPatch, kind: type[noise.Release] = noise.Release) -> list[Any]:
+    """Trains by graphs that release; returns of each step the run's seed, the step, the sum and what is released."""
+    monkeypatch.setattr(static, "capture", stand_in)
+    monkeypatch.setattr(Replaying, "made", [])
     monkeypatch.setattr(noise, "draw_for", noise.draw_without_waiting)  # as on a GPU
-    drawn = noise.StaticNoise(torch.device("cpu"))
-    for step, total in enumerate([torch.randn(9), torch.randn(9), torch.randn(9), torch.randn(5), torch.randn(5)]):
-        before = total.clone()
-        assert torch.equal(drawn(total, 2**200, step), noise.draw_without_waiting(total, 2**200, step)), step
-        assert torch.equal(total, before)
-    assert len(captured) == 2  # one for each length
-    kept = drawn(total, 2**200, 7)
-    assert not torch.equal(drawn(total, 2**200, 8), kept)
-    captured[-1].replay = lambda: None  # a graph that does not follow
-    with pytest.warns(match="does not give the cipher's noise"):
-        found = [drawn(total, 2**200, step) for step in range(9, 14)]
-    assert torch.equal(found[-1], noise.draw_without_waiting(total, 2**200, 13))
+    one = learner(network().double(), **{"records": wide(), **CASES[case]})
+    one.measurer.replay(padded_sizes(one.sampler), kind(one.settings.noise, one.sampler.divisor, torch.float64))
+    assert one.measurer.static is not None
+    for work in (one.measurer.static._sums, one.measurer.static._informed):
+        if work is not None:
+            work.graphs = True
+    own, found = one._noisy_step, list[Any]()
+
+    def kept() -> Any:
+        batch, work, flat = own()
+        found.append((one.run_seed, one.step, work.total.clone(), flat.clone(), work.released is not None))
+        return batch, work, flat
+
+    monkeypatch.setattr(one, "_noisy_step", kept)
+    one.fit(STEPS)
+    for run_seed, step, total, flat, _ in found:
+        noisy = total + one.settings.noise * noise.draw_without_waiting(total, run_seed, step)
+        assert torch.equal(flat, noisy / one.sampler.divisor), step
+    return found
+
+
+@pytest.mark.parametrize("case", ["no information", "default budget", "every batch", "micro-batches"])
+def test_what_a_graph_releases_is_its_sum_with_the_noise_of_the_step(case: str, monkeypatch) -> None:
+    found = releasing(case, monkeypatch)
+    assert sum(in_graph for *_, in_graph in found) >= STEPS - 1  # the keys need the kind of the sum, which one shows
+    noises = [flat for *_, flat, _ in found]
+    assert len({tuple(flat.tolist()) for flat in noises}) == STEPS
+
+
+def test_a_graph_that_does_not_follow_the_keys_is_found_and_left(monkeypatch) -> None:
+    class Frozen(noise.Release):
+        def __call__(self, total: Tensor, words: Tensor) -> Tensor:
+            in_rows = words.untyped_storage().nbytes() > 64
+            return super().__call__(total, torch.zeros_like(words) if in_rows else words)
+
+    with pytest.warns(UserWarning, match="does not give the cipher's noise"):
+        found = releasing("no information", monkeypatch, Frozen)
+    assert not any(in_graph for *_, in_graph in found)
 
 
 def test_a_model_that_moves_in_memory_is_computed_where_it_is() -> None:

@@ -90,7 +90,7 @@ class Feed:
             work: what was computed.
         """
         information = [one._replace(found=replace(one.found, gradient_sum={})) for one in work.information]
-        self._pending.append((batch, replace(work, total=work.total[:0], information=information)))
+        self._pending.append((batch, replace(work, total=work.total[:0], released=None, information=information)))
         if len(self._pending) >= self.steps:
             self.settle()
 

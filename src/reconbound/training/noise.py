@@ -18,20 +18,19 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from reconbound._internal import chacha
-from reconbound._internal.checks import warn_user
 from reconbound._internal.files import json_digest, tensor_digest
 from reconbound._internal.rng import derive, seeded
 from reconbound.fisher import Private
 from reconbound.training.checkpoint import model_digest, plain_json
 from reconbound.training.rows import record_count
 from reconbound.training.settings import Settings
-from reconbound.training.static import capture
 from reconbound.validate.private import Problem
 
 #: Of the facts that noise and batches are bound to, on a CPU and elsewhere; another number draws others.
@@ -113,40 +112,29 @@ def by_keys(total: Tensor, words: Tensor) -> Tensor:
     return by_cipher(key, len(total))
 
 
-class StaticNoise:
-    """`draw_for` on a GPU as a CUDA graph, whose short kernels run faster than Python launches them.
+@dataclass(frozen=True)
+class Release:
+    """Makes the noisy mean gradient of a sum. It waits for nothing, so that it can be in the sum's own CUDA graph.
 
-    Draws 1, 2, 4, 8, ... are compared with those without a graph, bit for bit; where they differ, it is left.
-
-    Args:
-        device: of the sums.
+    Attributes:
+        noise: σC.
+        divisor: of the noisy sum.
+        dtype: to which the result is rounded, once.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self._calls, self._left = device, 0, False
-        self._total = self._words = torch.zeros(0, device=device)
-        self._recorded: tuple[Any, Tensor] | None = None
+    noise: float
+    divisor: float
+    dtype: torch.dtype
 
-    def __call__(self, total: Tensor, run_seed: int, step: int) -> Tensor:
-        """Returns the numbers, in memory of its own."""
-        if self._left:
-            return draw_for(total, run_seed, step)
-        if self._recorded is None or (self._total.dtype, len(self._total)) != (total.dtype, len(total)):
-            self._recorded, self._total = None, torch.zeros_like(total)
-            self._words = torch.zeros(16, dtype=torch.int32, device=self.device)
-        self._total.copy_(total)
-        self._words.copy_(chacha.key_words(keys_for(total, run_seed, step), self.device))
-        if self._recorded is None:
-            self._recorded = capture(lambda: by_keys(self._total, self._words), self.device)
-        graph, found = self._recorded
-        graph.replay()
-        drawn: Tensor = found.clone()
-        self._calls += 1
-        if self._calls & (self._calls - 1) == 0 and not torch.equal(drawn, draw_for(total, run_seed, step)):
-            self._left, self._recorded = True, None
-            warn_user("a CUDA graph does not give the cipher's noise here: it is drawn without one, more slowly")
-            return draw_for(total, run_seed, step)
-        return drawn
+    def __call__(self, total: Tensor, words: Tensor) -> Tensor:
+        """Returns (S + σC ξ)/divisor, with the ξ of `draw_without_waiting`.
+
+        Args:
+            total: S, flat.
+            words: the keys of `keys_for`, on the sum's device, (16,), int32.
+        """
+        noisy: Tensor = (total.double() + self.noise * by_keys(total, words)) / self.divisor
+        return noisy.to(self.dtype)
 
 
 def by_cipher(key: Tensor, size: int) -> Tensor:

@@ -153,12 +153,13 @@ class PrivateSGD:
         data, how = (self.inputs, self.targets), dict[str, Any](kept=kept, check=check)
         self.measurer = self.ranks.try_all(lambda: Measurer(model, loss_fn, data, settings, private, **how))
         self.features = self.measurer.features
-        self._static_noise: noises.StaticNoise | None = None
         if self.device.type == "cuda" and not isinstance(self.inputs, DatasetRows):
             self.sampler = with_gaps(self.sampler)
             if len(self.shards) == self.ranks.size == 1:
-                self.measurer.replay(padded_sizes(self.sampler))
-                self._static_noise = noises.StaticNoise(self.device)
+                kinds = {p.dtype for p in self.params.values()}
+                kind = kinds.pop() if len(kinds) == 1 else torch.float64
+                release = noises.Release(settings.noise, self.sampler.divisor, kind)
+                self.measurer.replay(padded_sizes(self.sampler), release)
         self._feed: Feed | None = None
         self.plans = Plans()
         self.history: list[dict[str, float]] = []
@@ -318,6 +319,8 @@ class PrivateSGD:
         grid = grid_of(self.settings, self.records) if len(self.shards) > 1 else 1.0
         zeros = partial(torch.zeros, sum(p.numel() for p in self.params.values()), device=self.device)
         batch, work = compute_shards(self.shards, self.ranks, zeros, grid, self._compute)
+        if work.released is not None:
+            return batch, work, work.released
 
         def release() -> Tensor:
             return (work.total.double() * grid + self.settings.noise * self._noise(work.total)) / self.sampler.divisor
@@ -337,8 +340,7 @@ class PrivateSGD:
 
     def _noise(self, total: Tensor) -> Tensor:
         """Returns standard normal numbers for this sum: equal only for the same bits, at this step of this release."""
-        draw = noises.draw_for if self._static_noise is None else self._static_noise
-        return draw(total, self.run_seed, self.step)
+        return noises.draw_for(total, self.run_seed, self.step)
 
     # --- errors --------------------------------------------------------------------------
 

@@ -287,7 +287,7 @@ def set_gradients(params: Mapping[str, Tensor], flat: Tensor) -> None:
     kinds = {p.dtype for p in params.values()}
     flat = flat.to(kinds.pop()) if len(kinds) == 1 else flat
     for p, piece in zip(params.values(), flat.split([p.numel() for p in params.values()]), strict=True):
-        p.grad = piece.reshape(p.shape).to(p.dtype)
+        p.grad = piece.view(p.shape).to(p.dtype)
 
 
 def check_length(kind: str, length: int, begun: str, steps: int) -> None:

@@ -104,6 +104,7 @@ def compute_shards(
     return torch.cat([batch for _, batch, _ in parts]), StepWork(
         total if len(shards) == 1 else ranks.sum_whole(total),
         torch.cat([work.clipped_norm for work in works]),
+        None,
         [one for work in works for one in work.information],
         [one for work in works for one in work.distances],
         next((work.followed for work in works if work.followed is not None), None),

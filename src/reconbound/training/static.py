@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -27,11 +28,12 @@ from reconbound.validate.model import ReconboundWarning
 
 #: A function's tensors by name. Those named here are of the whole batch; all others have a row for each record.
 Found = dict[str, Tensor]
-WHOLE = ("total", "finite")
+WHOLE = ("total", "finite", "released")
 #: Two computations of the same numbers differ by less, relative to them and to the sum of all norms.
 _ROUNDING, _LEAST = 5e-2, 1e-4
 _FEW = 0.05  # share of records whose norms may differ by more
 _MOVES = 4  # times that a model's memory may move before its work is computed eagerly
+_WORDS = 8  # 64-bit numbers in a secret
 
 
 class Rows:
@@ -47,13 +49,15 @@ class Rows:
         inputs: their inputs.
         targets: their targets.
         mask: 1 for a record, 0 for padding, (size,).
+        words: of the secret that was sent with the records, (16,), int32.
         more: further buffers of this size, by name; filled by whoever needs them.
     """
 
     def __init__(self, data: tuple[Any, Any], size: int, device: torch.device) -> None:
         self.size, self.device = size, device
-        self._sent = torch.zeros(size + 1, dtype=torch.int64, device=device)  # the records, and their number
-        self.index, self._count = self._sent[:size], self._sent[size]
+        sent = torch.zeros(_WORDS + size + 1, dtype=torch.int64, device=device)  # a secret, the records, their number
+        self._sent, self.index, self._count = sent, sent[_WORDS:-1], sent[-1]
+        self.words = sent[:_WORDS].view(torch.int32)
         self.mask = torch.zeros(size, device=device)
         self._places = torch.arange(size, device=device)
 
@@ -66,20 +70,23 @@ class Rows:
         self._far = [pair for pair in pairs if pair[0].device != device]
         self.more: dict[str, list[Any]] = {}
 
-    def send(self, records: Tensor) -> None:
+    def send(self, records: Tensor, secret: bytes = b"") -> None:
         """Sends the indices of these records, at least one and at most `size`, and rows that are not on the device.
 
         Args:
             records: their indices, in main memory.
+            secret: 64 bytes for `words`, or none.
         """
-        n = len(records)
-        sent = torch.empty(self.size + 1, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        sent[:n] = records
-        sent[n:] = records[0]
-        sent[self.size] = n
+        end = _WORDS + len(records)
+        sent = torch.empty(_WORDS + self.size + 1, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        numbers = sent.numpy()  # the same memory
+        numbers[:_WORDS] = np.frombuffer(secret, dtype=np.int64) if secret else 0
+        numbers[_WORDS:end] = records
+        numbers[end:] = records[0]
+        numbers[-1] = len(records)
         self._sent.copy_(sent, non_blocking=True)
         for source, buffer in self._far:
-            buffer.copy_(send(source.index_select(0, sent[: self.size].to(source.device)), self.device))
+            buffer.copy_(send(source.index_select(0, sent[_WORDS:-1].to(source.device)), self.device))
 
     def gather(self) -> None:
         """Copies the rows of the records that were sent; all of it can be in a CUDA graph."""
@@ -161,18 +168,19 @@ class StaticWork:
         self.pool: Any = None  # of all its graphs: their tensors are copied before the next replay
         self._recorded: dict[int, tuple[Rows, torch.cuda.CUDAGraph | None, Found]] = {}
 
-    def __call__(self, records: Tensor) -> Found | None:
+    def __call__(self, records: Tensor, secret: bytes = b"") -> Found | None:
         """Returns copies of the function's tensors, without the rows of padding; None: compute them eagerly.
 
         Args:
             records: their indices, in main memory.
+            secret: as in Rows.
         """
         self._forget_if_moved()
         size = None if self.eager or len(records) == 0 else self._size(len(records))
         if size is None:
             return None
         try:
-            found, new = self._replayed(records, size)
+            found, new = self._replayed(records, size, secret)
             self._calls += 1
             if not new and self._calls & (self._calls - 1):
                 return found
@@ -194,11 +202,11 @@ class StaticWork:
         level = next((size for size in self.sizes if size >= records), None)
         return level if level is None or level < 2 * records else -(-records // 8) * 8
 
-    def _replayed(self, records: Tensor, size: int) -> tuple[Found, bool]:
+    def _replayed(self, records: Tensor, size: int, secret: bytes) -> tuple[Found, bool]:
         """Returns the tensors, and whether this size is computed for the first time."""
         new = size not in self._recorded
         rows, graph, found = (Rows(self.data, size, self.device), None, {}) if new else self._recorded[size]
-        self._fill(rows, records)
+        self._fill(rows, records, secret)
         if self.graphs:
             if graph is None:
                 buffers = [buffer.clone() for buffer in self.model.buffers()]
@@ -211,8 +219,8 @@ class StaticWork:
         self._recorded[size] = rows, graph, found
         return _copied(found, len(records)), new
 
-    def _fill(self, rows: Rows, records: Tensor) -> None:
-        rows.send(records)
+    def _fill(self, rows: Rows, records: Tensor, secret: bytes = b"") -> None:
+        rows.send(records, secret)
         if self.prepare is not None:
             rows.gather()
             self.prepare(rows)
@@ -226,11 +234,14 @@ class StaticWork:
         """Drops graphs that would read memory that is no longer the model's, or a model in another mode."""
         if self.eager:
             return
-        place: list[Any] = []
-        for module in self.model.modules():
-            tensors = (*module._parameters.values(), *module._buffers.values())
-            place += [module.training, *((t.data_ptr(), t.requires_grad) for t in tensors if t is not None)]
-        place += [leaf.data_ptr() for leaf in self._leaves]
+        place: list[Any] = [leaf.data_ptr() for leaf in self._leaves]
+        modules: list[nn.Module | None] = [self.model]
+        for module in modules:  # each as often as it occurs: `modules()` looks for those it has met, which takes longer
+            if module is not None:
+                place.append(module.training)
+                tensors = (*module._parameters.values(), *module._buffers.values())
+                place += [(t.data_ptr(), t.requires_grad) for t in tensors if t is not None]
+                modules += module._modules.values()
         if place != self._place:
             self._moves += bool(self._place)
             self._place, self._recorded, self.pool = place, {}, new_pool(self.device)

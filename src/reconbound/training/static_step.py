@@ -14,12 +14,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from reconbound._internal import chacha
+from reconbound._internal.checks import warn_user
 from reconbound.fisher import ProbeOptions, StepInformation
 from reconbound.fisher.probes import draw_input_probes, draw_probes
 from reconbound.fisher.sums import ClippedSum
 from reconbound.fisher.worlds import StepDistances, changed_batch
 from reconbound.training.finite import all_finite
-from reconbound.training.static import Found, Near, Rows, StaticWork
+from reconbound.training.noise import Release, keys_for
+from reconbound.training.static import WHOLE, Found, Near, Rows, StaticWork
 from reconbound.validate.private import Problem, as_private, private_part
 
 if TYPE_CHECKING:
@@ -27,10 +30,29 @@ if TYPE_CHECKING:
 
 
 class Summed(NamedTuple):
-    """A clipped sum, flat, and whether it and what was computed with it are finite; None: not known."""
+    """A clipped sum and what was computed with it.
+
+    Attributes:
+        total: the sum, flat.
+        finite: whether all of it is finite; None: not known.
+        released: the noisy mean gradient, flat; None: not computed.
+    """
 
     total: Tensor
     finite: Tensor | None = None
+    released: Tensor | None = None
+
+
+class Moment(NamedTuple):
+    """A step of a release: what its noise is a function of, beside the sum.
+
+    Attributes:
+        run_seed: of the release.
+        step: its number.
+    """
+
+    run_seed: int
+    step: int
 
 
 class StaticStep:
@@ -39,10 +61,13 @@ class StaticStep:
     Args:
         measurer: of the training.
         sizes: to which records are padded, ascending.
+        release: makes the noisy mean gradient of a sum; None: it is made elsewhere.
     """
 
-    def __init__(self, measurer: Measurer, sizes: Sequence[int]) -> None:
+    def __init__(self, measurer: Measurer, sizes: Sequence[int], release: Release | None = None) -> None:
         self.measurer = m = measurer
+        self.release, self._releases = release, 0
+        self._like: Tensor | None = None  # of a sum's kind and length
         self._templates: dict[str, Any] = {}  # what is not a tensor in results
         self._probes: list[Any] = []
         self._near = Near((m.inputs, m.targets), m.device)
@@ -54,36 +79,44 @@ class StaticStep:
         if m.worlds:
             self._apart = StaticWork(*about, self._distances, prepare=self._change)
 
-    def gradient_sum(self, records: Tensor) -> tuple[ClippedSum, Summed] | None:
+    def gradient_sum(self, records: Tensor, moment: Moment | None = None) -> tuple[ClippedSum, Summed] | None:
         """Returns what the clipped sum of these records says of each, and the sum.
 
         Args:
             records: their indices, in main memory.
+            moment: of the step whose batch they are; None: nothing is released.
         """
         self._near.refresh()
-        found = self._sums(records)
+        secret = self._secret(moment)
+        found = self._sums(records, secret)
         if found is None:
             return None
         parts = (found["loss"], found["norm"], found["factor"])
-        return ClippedSum(*parts, gradient_sum={}), Summed(found["total"], found["finite"])
+        return ClippedSum(*parts, gradient_sum={}), self._summed(found, secret)
 
-    def information(self, records: Tensor, generator: torch.Generator) -> tuple[StepInformation, Summed] | None:
+    def information(
+        self, records: Tensor, generator: torch.Generator, moment: Moment | None = None
+    ) -> tuple[StepInformation, Summed] | None:
         """Returns the information about these records, and their clipped sum.
 
         Args:
             records: their indices, in main memory.
             generator: draws the probes; left as it was where None is returned.
+            moment: as in `gradient_sum`.
         """
         if self._informed is None or self._informed.eager:
             return None
         self._near.refresh()
         before = generator.get_state()
         self._draw(generator)
-        found = self._informed(records)
+        secret = self._secret(moment)
+        found = self._informed(records, secret)
         if found is None:
             generator.set_state(before)
             return None
-        summed = Summed(found.pop("total"), found.pop("finite"))
+        summed = self._summed(found, secret)
+        for name in WHOLE:
+            found.pop(name, None)
         return replace(self._templates["information"], mask=None, **found), summed
 
     def distances(self, records: Tensor) -> tuple[StepDistances, Tensor] | None:
@@ -105,13 +138,41 @@ class StaticStep:
         own = replace(template, loss=found["loss"], clipped_norm=found["norm"], mask=None)
         return replace(own, other_norm=parts["other"], squared_distance=parts["squared"]), found["finite"]
 
+    def _secret(self, moment: Moment | None) -> bytes:
+        """Returns the keys of a step's noise; none where they are not known before the sum is."""
+        known = self.release is not None and moment is not None and self._like is not None
+        return keys_for(self._like, *moment) if known else b""  # type: ignore[arg-type, misc]
+
+    def _summed(self, found: Found, secret: bytes) -> Summed:
+        """Returns the sum with what is released of it under these keys.
+
+        Releases 1, 2, 4, 8, ... are compared with those without a graph, bit for bit; where they differ, it is left.
+        """
+        total, finite = found["total"], found["finite"]
+        if self._like is None or (self._like.dtype, len(self._like)) != (total.dtype, len(total)):
+            self._like, secret = torch.empty_like(total, device="meta"), b""
+        released = found.get("released") if secret else None
+        if released is None or self.release is None:
+            return Summed(total, finite)
+        self._releases += 1
+        if self._releases & (self._releases - 1) == 0:
+            words = chacha.key_words(secret, total.device)
+            if not torch.equal(released, self.release(total, words)):
+                self.release = None
+                warn_user("a CUDA graph does not give the cipher's noise here: it is drawn without one, more slowly")
+                return Summed(total, finite)
+        return Summed(total, finite, released)
+
     # --- the functions of padded rows ------------------------------------------------------------
+
+    def _released(self, total: Tensor, rows: Rows) -> Found:
+        return {} if self.release is None else {"released": self.release(total, rows.words)}
 
     def _gradient_sum(self, rows: Rows) -> Found:
         clipped = self.measurer.clipped(rows.inputs, rows.targets, mask=rows.mask, method=self._method(0))
         total = self.measurer.joined(clipped.gradient_sum)
         own = {"loss": clipped.loss, "norm": clipped.norm, "factor": clipped.factor, "total": total}
-        return {**own, "finite": all_finite(clipped.loss, clipped.norm, total)}
+        return {**own, "finite": all_finite(clipped.loss, clipped.norm, total), **self._released(total, rows)}
 
     def _information(self, rows: Rows) -> Found:
         m, inputs = self.measurer, isinstance(self._probes[0], Tensor)
@@ -122,7 +183,8 @@ class StaticStep:
         values = {f.name: getattr(found, f.name) for f in fields(found) if f.name != "mask"}
         own = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         total = m.joined(found.gradient_sum)
-        return {**own, "total": total, "finite": all_finite(found.loss, found.norm, found.trace, total)}
+        own |= {"total": total, "finite": all_finite(found.loss, found.norm, found.trace, total)}
+        return own if isinstance(m.settings.budget, float) else own | self._released(total, rows)  # else of no batch
 
     def _distances(self, rows: Rows) -> Found:
         m = self.measurer

@@ -28,11 +28,11 @@ from reconbound.fisher import Private, StepInformation
 from reconbound.fisher.sums import ClippedSum, methods_that_pass
 from reconbound.fisher.worlds import StepDistances, World, step_distances
 from reconbound.training.finite import STEPS, FiniteChecks, all_finite, largest_parameter
-from reconbound.training.noise import record_losses
+from reconbound.training.noise import Release, record_losses
 from reconbound.training.rows import DatasetRows, record_count
 from reconbound.training.sampling import WHOLE, Shard, within
 from reconbound.training.settings import Fault, Settings
-from reconbound.training.static_step import StaticStep, Summed
+from reconbound.training.static_step import Moment, StaticStep, Summed
 from reconbound.validate import ModelError, check_batch, check_clipping
 from reconbound.validate.model import known_caveats
 from reconbound.validate.private import Problem, as_private, feature_mask, private_part, uncovered_caveats
@@ -77,6 +77,7 @@ class StepWork:
 
     Attributes:
         total: Σ c g over the batch, flat.
+        released: the noisy mean gradient, flat, where it was computed with the sum.
         clipped_norm: of the batch's records.
         information: what was measured of Fisher information.
         distances: what was measured of distances to replaced worlds.
@@ -85,6 +86,7 @@ class StepWork:
 
     total: Tensor
     clipped_norm: Tensor
+    released: Tensor | None = None
     information: list[Measured[StepInformation]] = field(default_factory=list)
     distances: list[Measured[StepDistances]] = field(default_factory=list)
     followed: StepInformation | None = None
@@ -157,15 +159,16 @@ class Measurer:
         if check:
             self._try(first)
 
-    def replay(self, sizes: Sequence[int]) -> None:
+    def replay(self, sizes: Sequence[int], release: Release | None = None) -> None:
         """Computes at fixed shapes from now on: on a GPU as CUDA graphs, whose results are looked at some steps later.
 
         Who calls this settles `checks` before anything is saved or released.
 
         Args:
             sizes: to which records are padded, ascending; more records are computed eagerly.
+            release: makes the noisy mean gradient of a batch's sum in the same graph; None: it is made elsewhere.
         """
-        self.static = StaticStep(self, sizes)
+        self.static = StaticStep(self, sizes, release)
         self.checks = FiniteChecks(STEPS if self.device.type == "cuda" else 0)
 
     def apart_from_training(self, settings: Settings, kept: Kept) -> Measurer:
@@ -197,11 +200,15 @@ class Measurer:
 
     def gradient_sum(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Computes Σ c g over these records, flat, in the order of `params`, and their clipped norms."""
+        clipped, summed = self._clipped_and_sum(indices)
+        return summed.total, clipped.factor * clipped.norm
+
+    def _clipped_and_sum(self, indices: Tensor, moment: Moment | None = None) -> tuple[ClippedSum, Summed]:
         with self._record_errors_explained(indices):
-            static = None if self.static is None else self.static.gradient_sum(indices)
+            static = None if self.static is None else self.static.gradient_sum(indices, moment)
             clipped, summed = static or self._with_sum(self.clipped(*self.rows(indices)))
         self._check_finite(summed, indices, (clipped.loss, clipped.norm))
-        return summed.total, clipped.factor * clipped.norm
+        return clipped, summed
 
     def joined(self, sums: Mapping[str, Tensor]) -> Tensor:
         """Returns sums of gradients as one vector, in the order of `params`."""
@@ -228,22 +235,25 @@ class Measurer:
         """
         return self.information_and_sum(indices, generator)[0]
 
-    def information_and_sum(self, indices: Tensor, generator: torch.Generator) -> tuple[StepInformation, Tensor]:
+    def information_and_sum(
+        self, indices: Tensor, generator: torch.Generator, moment: Moment | None = None
+    ) -> tuple[StepInformation, Summed]:
         """Measures what a step would reveal about each of these records; the same pass gives their clipped sum, flat.
 
         Args:
             indices: the records.
             generator: draws the probes.
+            moment: of the step whose batch they are; None: nothing is released.
         """
         probes = fisher.ProbeOptions(count=self.settings.probes, error="bound", generator=generator)
         with self._record_errors_explained(indices):
-            static = None if self.static is None else self.static.information(indices, generator)
+            static = None if self.static is None else self.static.information(indices, generator, moment)
             found, summed = static or self._with_sum(self.informed(*self.rows(indices), probes))
         self._check_finite(summed, indices, (found.loss, found.norm, found.trace))
         if self._columns is None or found.diagonal_across is None or found.diagonal_along is None:
-            return found, summed.total
+            return found, summed
         across, along = (d.flatten(1)[:, self._columns] for d in (found.diagonal_across, found.diagonal_along))
-        return replace(found, diagonal_across=across, diagonal_along=along), summed.total
+        return replace(found, diagonal_across=across, diagonal_along=along), summed
 
     # --- of given rows, which nothing is asked about ---------------------------------------------
 
@@ -318,9 +328,12 @@ class Measurer:
         if len(batch) == 0:
             work.total = self.joined({name: torch.zeros_like(p) for name, p in self.params.items()})
         elif weight is None or not informed:
-            work.total, work.clipped_norm = self.gradient_sum(batch)
+            clipped, (work.total, _, work.released) = self._clipped_and_sum(batch, Moment(seed, step))
+            work.clipped_norm = clipped.factor * clipped.norm
         else:  # the same pass gives the sum
-            found, work.total = self.information_and_sum(batch, probe("probe 0"))
+            found, (work.total, _, work.released) = self.information_and_sum(
+                batch, probe("probe 0"), Moment(seed, step)
+            )
             work.information.append(Measured(batch, found, weight, False))
             work.clipped_norm = found.clipped_norm
         return work

@@ -57,9 +57,9 @@ def attend_to_values(
     is_causal: bool = False,
     **how: Any,
 ) -> Tensor | None:
-    """Computes F.scaled_dot_product_attention with a softmax that is cheap to differentiate.
+    """Computes F.scaled_dot_product_attention with a softmax that is cheap to differentiate, in float32 or wider.
 
-    None where it is left to PyTorch: with a mask, whose rows may be empty; dropout; groups of heads; half precision.
+    None where it is left to PyTorch: with a mask, whose rows may be empty; dropout; groups of heads.
 
     Args:
         func: the function that is replaced.
@@ -71,14 +71,14 @@ def attend_to_values(
         is_causal: place i meets the places up to i.
         how: scale and enable_gqa.
     """
-    halved = query.dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(query.device.type)
-    if halved or attn_mask is not None or dropout_p > 0 or how.get("enable_gqa"):
+    if not query.is_floating_point() or attn_mask is not None or dropout_p > 0 or how.get("enable_gqa"):
         return None
     scale = how.get("scale")
     scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.transpose(-2, -1)
     if is_causal:
         scores = scores + torch.full(scores.shape[-2:], -torch.inf, dtype=scores.dtype, device=scores.device).triu(1)
-    return torch.softmax(scores, -1) @ value
+    shares = torch.softmax(scores.to(torch.promote_types(scores.dtype, torch.float32)), -1)
+    return shares.to(value.dtype) @ value
 
 
 def weight_norm(func: Any, v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
