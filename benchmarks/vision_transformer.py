@@ -5,7 +5,7 @@
 
 86 million parameters, 3 × 224 × 224, batches of 16, TF32 on a GPU. The class token and the position embedding are
 plain parameters (in a small module of their own, since Opacus takes them only there). Rows, each with time and peak
-memory above what stood before:
+memory above what stood before (of a graph: the memory that it keeps):
 
     plain            the gradient of the batch
     sum              our clipped sum; with micro-batches of 4
@@ -120,7 +120,11 @@ def cost(work: Callable[[], Any], device: str, repeats: int) -> dict[str, Any]:
     return {"milliseconds": 1e3 * statistics.median(taken), "peak_gib": peak}
 
 
-def replayed(work: Callable[[], Any]) -> Callable[[], None]:
+def replayed(work: Callable[[], Any]) -> tuple[Callable[[], None], float]:
+    """Returns a CUDA graph's replay, and the memory that the graph keeps for itself, in GiB."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -130,7 +134,9 @@ def replayed(work: Callable[[], Any]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    return graph.replay
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # of what the calls before the capture took
+    return graph.replay, (torch.cuda.memory_reserved() - before) / 2**30
 
 
 class Ours:
@@ -213,7 +219,10 @@ def measure(make: Callable[[], nn.Module], x: Tensor, y: Tensor, micro: int, rep
             model.places.requires_grad_(False)  # type: ignore[union-attr]
         ours = Ours(model, x, y)
         call = lambda: work(ours)  # noqa: E731
-        return cost(replayed(call) if graph else call, device, repeats)
+        if not graph:
+            return cost(call, device, repeats)
+        replay, own = replayed(call)
+        return {**cost(replay, device, repeats), "peak_gib": own}
 
     tried("plain", lambda: row(Ours.plain), table)
     for name, step in (("sum", Ours.sum), ("probe", Ours.probe)):

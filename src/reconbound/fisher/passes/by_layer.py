@@ -24,6 +24,7 @@ from torch import Tensor
 
 from reconbound.fisher.options import capturing, dependence_error, gradient_error
 from reconbound.fisher.passes import products
+from reconbound.fisher.passes.backward import gradient_at, gradient_by_seeds
 from reconbound.fisher.passes.layers import ConvRule
 from reconbound.fisher.passes.products import Pair, Params, wide_dtype
 from reconbound.fisher.passes.recorder import (
@@ -161,7 +162,7 @@ class LayerPass:
         if not isinstance(f, Tensor) or f.dim() < 2 or f.shape[0] != len(self.losses) or not f.requires_grad:
             return None
         flat = f.detach().flatten(1)
-        arrived = _backward([f], self.z, [(flat - flat.mean(1, keepdim=True)).reshape(f.shape)])
+        arrived = gradient_at(self.z, [f], [(flat - flat.mean(1, keepdim=True)).reshape(f.shape)])
         return torch.zeros_like(self.z) if arrived is None else arrived
 
     def probe(self, direction: Params) -> tuple[Tensor, Tensor]:
@@ -408,16 +409,19 @@ class LayerPass:
                     outputs.append(at)
                     seeds.append(seed.to(at.dtype))
                     where.append((i, in_delta))
+        along_output.clear()
+        along_input.clear()
+        leaves: list[Tensor] = []
         if moving:
-            seeds = [seed.detach().requires_grad_() for seed in seeds]
-        with torch.set_grad_enabled(moving or torch.is_grad_enabled()):
-            arrived = _backward(outputs, self.z, seeds, create_graph=moving)
+            arrived, leaves = gradient_by_seeds(self.z, outputs, seeds)
+        else:
+            arrived = gradient_at(self.z, outputs, seeds)
         if arrived is None and self.strict is not None:  # no gradient depends on z
             raise dependence_error(self.strict) if self.sites else gradient_error()
         pulled = torch.zeros_like(self.z) if arrived is None else arrived
         if moving:
-            self.tangents = where, seeds, pulled
-        return pulled.detach() if moving else pulled
+            self.tangents = where, leaves, pulled
+        return pulled.detach()
 
     def _moved_pairs(self, v: Tensor) -> list[list[Pair]]:
         """Returns Jv as pairs: the gradients made by (a, δ̇) and (ȧ, δ), the dots being derivatives along v.
@@ -440,11 +444,3 @@ class LayerPass:
                 here.append((a_dot, delta))
             pairs.append(here)
         return pairs
-
-
-def _backward(outputs: list[Tensor], z: Tensor, seeds: list[Tensor], *, create_graph: bool = False) -> Tensor | None:
-    """Returns the gradient at z, or None where nothing leads from the outputs to z."""
-    if not outputs:
-        return None
-    (at_z,) = torch.autograd.grad(outputs, z, seeds, retain_graph=True, create_graph=create_graph, allow_unused=True)
-    return at_z

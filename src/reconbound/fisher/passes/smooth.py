@@ -47,34 +47,39 @@ class _Value(torch.autograd.Function):
 
 
 class _Input(torch.autograd.Function):
-    """An input of such a value: what arrives at the value is mapped to the gradient in this input."""
+    """An input of such a value: what arrives at the value is mapped to the gradient in this input.
+
+    A tensor that the map needs is saved where autograd saves its own, so that it follows the same hooks (backward.py).
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, transpose: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, transpose: Any, needed: list[Tensor]) -> Tensor:
         ctx.transpose = transpose
+        ctx.save_for_backward(*needed)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.transpose(grads[0]), None
+        return ctx.transpose(grads[0], *ctx.saved_tensors), None, None
 
 
-_value: Callable[..., Tensor] = _Value.apply
+with_derivative: Callable[..., Tensor] = _Value.apply
 _input: Callable[..., Tensor] = _Input.apply
-Transpose = Callable[[Tensor], Tensor]
+Transpose = Callable[..., Tensor]
 
 
-def _differentiable(value: Tensor, *inputs: tuple[Tensor, Transpose]) -> Tensor:
+def _differentiable(value: Tensor, *inputs: tuple[Tensor, Transpose, list[Tensor]]) -> Tensor:
     """Returns a value with its derivative.
 
     Args:
         value: computed without a graph.
-        inputs: each input of the value's shape, with the map from a gradient at the value to the one at this input.
+        inputs: each input of the value's shape, with the map from a gradient at the value to the one at this input, and
+            what the map takes after that gradient.
     """
     if not torch.is_grad_enabled():
         return value
-    nodes = [_input(x, transpose) for x, transpose in inputs if x.requires_grad]
-    return _value(value, *nodes) if nodes else value
+    nodes = [_input(x, transpose, needed) for x, transpose, needed in inputs if x.requires_grad]
+    return with_derivative(value, *nodes) if nodes else value
 
 
 def _refuse(grad: Tensor) -> Tensor:
@@ -116,9 +121,13 @@ def _pulled(delta: Tensor, at: _Point) -> Tensor:
     """Returns P(δ), to be differentiated in δ and in x."""
     with torch.no_grad():
         value = at.pull(delta)
-    direction = _Direction(delta, at)
-    at_x: Transpose = lambda v: _curved(v, direction)  # noqa: E731
-    return _differentiable(value, (delta, lambda v: _pulled(v, at)), (at.x, at_x))
+    directions: list[_Direction] = []
+
+    def at_x(v: Tensor, delta: Tensor) -> Tensor:
+        directions[:] = directions or [_Direction(delta, at)]
+        return _curved(v, directions[0])
+
+    return _differentiable(value, (delta, lambda v: _pulled(v, at), []), (at.x, at_x, [delta]))
 
 
 def _curved(v: Tensor, direction: _Direction) -> Tensor:
@@ -127,8 +136,8 @@ def _curved(v: Tensor, direction: _Direction) -> Tensor:
     with torch.no_grad():
         value = direction.curve(v)
     at_v: Transpose = lambda w: _curved(w, direction)  # noqa: E731
-    at_delta: Transpose = lambda w: _curved(w, _Direction(v, at))  # noqa: E731
-    return _differentiable(value, (v, at_v), (direction.delta, at_delta), (at.x, _refuse))
+    at_delta: Transpose = lambda w, v: _curved(w, _Direction(v, at))  # noqa: E731
+    return _differentiable(value, (v, at_v, []), (direction.delta, at_delta, [v]), (at.x, _refuse, []))
 
 
 def layer_norm(a: Tensor, shape: Any, eps: float) -> Tensor:
