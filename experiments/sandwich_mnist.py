@@ -1,7 +1,8 @@
 """A floor below and real attacks above, for the paper's MNIST network on a GPU.
 
-    python experiments/sandwich_mnist.py --train --device cuda        for a GPU: 24 records, 1,500 trainings
+    python experiments/sandwich_mnist.py --train --device cuda        24 records, 1,500 trainings, on a GPU
     python experiments/sandwich_mnist.py --train --small --out FOLDER to try the script on a CPU: 8 × 8 digits, a minute
+    python experiments/sandwich_mnist.py --again                      the same records by another ledger, on a CPU
     python experiments/sandwich_mnist.py                              the table from the rows
 
 6,000 digits: then a record takes part in most trainings of 100 Poisson batches of about 60. Smooth clip 4, torch's SGD,
@@ -21,9 +22,12 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import mean, median
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -37,7 +41,7 @@ from reconbound.data import Dataset, load_dataset
 from reconbound.fisher.worlds import Replacement
 
 ROWS = Path(__file__).parent / "results"
-NAME = "sandwich_mnist.csv"
+NAME, AGAIN = "sandwich_mnist.csv", "sandwich_mnist_again.csv"
 GROUPS = ("most-exposed", "least-exposed", "random")
 LIMIT, NOISE, CLIP, RATE, LR, STEPS, REBUILD = 6000, 0.35, 4.0, 0.01, 0.5, 100, 6
 #: Of the ledger: records measured over records trained on, and runs.
@@ -127,6 +131,21 @@ def train(asked: argparse.Namespace) -> None:
         print(f"{time.perf_counter() - begun:.0f} s: {len(rows)} of {len(whole)} records", flush=True)
 
 
+def measure_again(asked: argparse.Namespace) -> None:
+    """Writes what another ledger, of other batches and noise, says of the records that have a row."""
+    torch.set_num_threads(1)
+    _, _, training = problem(asked.small, torch.device("cpu"), asked.steps, asked.noise)
+    settings = training.settings
+    other = replace(training, settings=replace(settings, seed=int(settings.seed or 0) + 1))
+    measured = dict(zip(("floor", "removed", "replaced"), stated_of(other), strict=True))
+    chosen_rows = csv.DictReader((asked.out / NAME).read_text().splitlines())
+    rows: list[dict[str, object]] = [
+        {"record": r["record"], **{name: float(values[int(r["record"])]) for name, values in measured.items()}}
+        for r in chosen_rows
+    ]
+    write(asked.out / AGAIN, rows)
+
+
 def write(path: Path, rows: list[dict[str, object]]) -> None:
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
@@ -135,26 +154,74 @@ def write(path: Path, rows: list[dict[str, object]]) -> None:
             writer.writerow({n: f"{v:.6g}" if isinstance(v, float) else v for n, v in found.items()})
 
 
+def floor_here(r: dict[str, str]) -> float:
+    """The two-point floor of a row, (‖Δ‖²/4d) e^{−D}, with D as it is in the trainings in place of the ledger's."""
+    return float(r["two_point"]) * math.exp(float(r["replaced"]) - float(r["replaced_here"]))
+
+
 def table(path: Path) -> None:
     found = list(csv.DictReader(path.read_text().splitlines()))
-    heads = ["record", "group", "1/dFIL", "MAP's error", "guess", "two-point floor", "attack on both", "D", "learned",
-             "D at least", "ε at least", "μ at least", "faults"]  # fmt: skip
+    heads = ["record", "group", "ledger's 1/dFIL", "MAP's error", "guess", "ledger's floor", "floor here",
+             "attack on both", "ledger's D", "D here", "learned", "D at least", "ε at least", "μ at least",
+             "faults"]  # fmt: skip
     print(f"| {' | '.join(heads)} |\n{'| --- ' * len(heads)}|")
     for r in found:
-        n = {name: f"{float(v):.3g}" if v and name not in ("record", "group", "faults") else v for name, v in r.items()}
-        cells = [n["record"], n["group"], n["floor"], n["mse"], n["guess"], n["two_point"], n["both"], n["removed"]]
-        cells += [f"{n['learned']} ± {n['learned_error']}", n["nats"], n["epsilon"], n["mu"], n["faults"] or "none"]
-        print(f"| {' | '.join(cells)} |")
-    for group in ("most-exposed", "least-exposed"):
-        ratios = [float(r["both"]) / float(r["two_point"]) for r in found if r["group"] == group and r["two_point"]]
-        if ratios:
-            middle = sorted(ratios)[len(ratios) // 2]
-            print(f"\n{group}: the attack's error over the two-point floor is {middle:.3g} (median of {len(ratios)})")
+        n = {
+            k: f"{float(v):.{digits_of(k)}g}" if v and k not in ("record", "group", "faults") else v
+            for k, v in r.items()
+        }
+        cells = [n["record"], n["group"], n["floor"], f"{n['mse']} ± {n['standard_error']}", n["guess"]]
+        cells += [n["two_point"], f"{floor_here(r):.3g}", f"{n['both']} ({n['both_low']}–{n['both_high']})"]
+        cells += [n["removed"], n["removed_here"], f"{n['learned']} ± {n['learned_error']}"]
+        print(f"| {' | '.join([*cells, n['nats'], n['epsilon'], n['mu'], n['faults'] or 'none'])} |")
+    for group in GROUPS:
+        own = [r for r in found if r["group"] == group]
+        ledgers = [float(r["both"]) / float(r["two_point"]) for r in own]
+        here = [float(r["both"]) / floor_here(r) for r in own]
+        print(
+            f"\n{group}: the attack's error is {apart(here)} times the floor here, {apart(ledgers)} times the ledger's"
+        )
+    second = path.with_name(AGAIN)
+    if second.exists():
+        compare_ledgers(found, list(csv.DictReader(second.read_text().splitlines())))
+    away = [standard_errors_away(r) for r in found]
+    print(f"\nlearned less D here, in standard errors: mean {mean(away):.2f}, root mean square {rms(away):.2f}")
+
+
+def compare_ledgers(found: list[dict[str, str]], second: list[dict[str, str]]) -> None:
+    """Prints what the ledger that chose the records says of them, and what another says."""
+    for group in GROUPS:
+        own = [(r, other) for r, other in zip(found, second, strict=True) if r["group"] == group]
+        for which, rows in (("ledger", [r for r, _ in own]), ("another ledger", [other for _, other in own])):
+            floors = [float(r["floor"]) for r in rows]
+            ratios = [
+                float(r["removed"]) / float(first["removed_here"]) for r, (first, _) in zip(rows, own, strict=True)
+            ]
+            print(f"\n{group}, {which}: D is {mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) times D here,")
+            print(f"    1/dFIL {min(floors):.3g} to {max(floors):.3g}")
+
+
+def standard_errors_away(r: dict[str, str]) -> float:
+    error = math.hypot(float(r["learned_error"]), float(r["removed_error"]))
+    return (float(r["learned"]) - float(r["removed_here"])) / error
+
+
+def digits_of(column: str) -> int:
+    return 2 if column.endswith("_error") else 3
+
+
+def apart(ratios: list[float]) -> str:
+    return f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def rms(values: list[float]) -> float:
+    return math.sqrt(mean(value**2 for value in values))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train", action="store_true")
+    parser.add_argument("--again", action="store_true", help="measure the records by another ledger")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--small", action="store_true", help="8 × 8 digits, few trainings: to try the script")
     parser.add_argument("--records", type=int, help="in three groups (24)")
@@ -167,10 +234,12 @@ def main() -> None:
     for name, full in (("records", 24), ("trials", 500), ("steps", STEPS)):
         if getattr(asked, name) is None:
             setattr(asked, name, SMALL[name] if asked.small else full)
-    if asked.train and asked.small and asked.out.resolve() == ROWS.resolve():
+    if (asked.train or asked.again) and asked.small and asked.out.resolve() == ROWS.resolve():
         parser.error("--small would replace the full-size results: give another folder by --out")
     if asked.train:
         train(asked)
+    if asked.again:
+        measure_again(asked)
     table(asked.out / NAME)
 
 

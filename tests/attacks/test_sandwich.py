@@ -250,6 +250,18 @@ def sandwich(**changes) -> Sandwich:
         ({"both": (0.04, 0.03, 0.05)}, "the mean error at two values is at most 0.05; the floor is 0.0558"),
         ({"target": Target(0, Stated(0.15, 1.5, 1.5))}, "varies by 0.1 without visible bias; the floor is 0.15"),
         ({"target": Target(0, Stated(0.13, 1.5, 1.5))}, ""),  # within four standard errors
+        (
+            {"target": Target(0, Stated(0.15, 1.5, 1.5)), "likeliest": Reconstruction(3, 0.1, 0.01, 0.1, 0, 0.1, 0.01)},
+            "",
+        ),
+        (
+            {"target": Target(0, Stated(1.36, 1.5, 1.5)), "likeliest": Reconstruction(3, 0.1, 0.01, 0.1, 0, 0.1, 0.01)},
+            "varies by 0.1 without visible bias; the floor is 1.36",
+        ),  # 125.6 standard errors of two degrees of freedom
+        (
+            {"target": Target(0, Stated(1.35, 1.5, 1.5)), "likeliest": Reconstruction(3, 0.1, 0.01, 0.1, 0, 0.1, 0.01)},
+            "",
+        ),
         ({"target": Target(0, Stated())}, ""),
         ({"likeliest": None, "probable": None, "close": None, "both": None, "membership": None, "replaced": None}, ""),
         (

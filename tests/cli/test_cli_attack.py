@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,34 @@ def test_what_is_read_is_what_was_written(attacked) -> None:
     assert json.loads(json.dumps(result(View(run, leakage), read))) == {
         k: v for k, v in found.items() if k != "version"
     }
+
+
+def test_estimates_of_the_audit_are_called_estimates(attacked) -> None:
+    folder, _ = attacked
+    run, leakage = read_audit(folder)
+    found = read_attack(folder, leakage)
+    assert found is not None
+    assert leakage.nats is not None
+    for upper, nats_upper, count in (
+        (torch.full_like(leakage.dfil, 9.0), torch.full_like(leakage.nats, 0.1), 0),
+        (None, torch.full_like(leakage.nats, 0.1), 2),
+        (torch.full_like(leakage.dfil, 9.0).index_fill(1, torch.tensor([found.records[0].target.record]), math.inf),
+         torch.full_like(leakage.nats, 0.1), 1),
+    ):  # fmt: skip
+        view = View(run, replace(leakage, upper=upper, nats_upper=nats_upper))
+        assert attack_section(view, found)["estimates"] == count
+    low = replace(leakage, upper=torch.full_like(leakage.dfil, 9.0), nats=torch.full_like(leakage.nats, 0.01))
+    assert attack_section(View(run, replace(low, nats_upper=None)), found)["estimates"] == 2
+
+
+def test_a_page_says_where_the_audit_has_estimates_only(attacked, monkeypatch) -> None:
+    folder, _ = attacked
+    for count in (2, 0):
+        monkeypatch.setattr("reconbound.report.attack._estimated", lambda view, one, count=count: count > 0)
+        page = build(folder)[0].read_text()
+        assert ("Of 2 of these images the audit’s floors, nats or p_max are estimates" in page) == (count > 0)
+    monkeypatch.undo()
+    build(folder)
 
 
 def test_section_of_the_report(attacked) -> None:

@@ -26,7 +26,11 @@ def test_section_is_drawn(browser, page, width: int) -> None:
         shown.wait_for_selector("#chart-attack .main-svg")
         section = shown.locator("#attack")
         assert "No attack beat a floor that binds it" in section.inner_text()
+        assert "First the image, then what the informed attacker made of it" in section.inner_text()
+        assert "above the audit’s by many standard errors" in section.inner_text()
         pictures = section.locator("img")
+        places = [pictures.nth(k).bounding_box() for k in range(3)]  # the original is the first, however they wrap
+        assert [(box["y"], box["x"]) for box in places] == sorted((box["y"], box["x"]) for box in places)
         assert pictures.count() == 2 * 3
         assert all(pictures.nth(k).evaluate("one => one.naturalWidth") == 8 for k in range(6))
         assert shown.evaluate("document.documentElement.scrollWidth <= window.innerWidth")

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from scipy.special import expit
+from scipy.stats import norm, t
 from torch import Tensor
 
 from reconbound._internal.checks import InputError, whole
@@ -42,7 +43,7 @@ FLOATS = 50_000_000
 EXAMPLES, ALIKE, ROUNDS = 3, 10, 30
 #: Trainings in which the Fisher information is computed.
 INFORMED = 10
-#: Standard errors by which a variance must be below a floor to be a fault.
+#: Standard errors by which a variance must be below a floor to be a fault; more where they are from few trainings.
 BEYOND = 4.0
 #: An answer counts as close where its error is at most this share of that of a guess, in squares.
 CLOSE = 0.25
@@ -156,7 +157,8 @@ class Sandwich:
         likeliest, floor = self.likeliest, stated.floor
         if likeliest is None or floor is None or likeliest.biased:
             return found
-        if likeliest.variance + BEYOND * likeliest.variance_error < floor:
+        beyond = float(t.isf(norm.sf(BEYOND), likeliest.trials - 1))  # as rare as BEYOND of a known standard error
+        if likeliest.variance + beyond * likeliest.variance_error < floor:
             what = f"the likeliest record varies by {likeliest.variance:.3g} without visible bias"
             found.append(f"{what}; the floor is {floor:.3g}")
         return found

@@ -87,6 +87,8 @@ def _print(view: View, found: Attacked) -> None:
         console.print(
             f"No attack beat a floor that binds it: {count}, {section['trials']:,} fresh trainings of each kind."
         )
+    if section["estimates"]:
+        console.print(f"Of {section['estimates']} of them some of the audit's figures are estimates, not limits.")
     names = {"name": view.noun, "floor": "floor", "spread": "attack", "two_point": "any: floor", "both": "attack",
              "nats": "nats at most", "nats_low": "at least", "epsilon_low": "ε at least"}  # fmt: skip
     rows = [[row[name] for name in names] for row in section["rows"]]

@@ -182,6 +182,7 @@ def attack_section(view: View, found: Attacked) -> dict[str, Any]:
         "rows": [_row(view, one) for one in found.records],
         "cards": _cards(view, found) if view.image else [],
         "faults": faults,
+        "estimates": sum(_estimated(view, one) for one in found.records),
         "rebuilt": any(one.probable is not None for one in found.records),
         "unbiased": any(one.likeliest is not None for one in found.records),
         "reference": found.facts["reference"],
@@ -189,6 +190,14 @@ def attack_section(view: View, found: Attacked) -> dict[str, Any]:
         "confidence": format_percent(float(found.facts["confidence"]), side="near"),
         "count": len(found.records),
     }
+
+
+def _estimated(view: View, one: Sandwich) -> bool:
+    """Returns whether something that the audit states of a record is an estimate, without a confidence limit."""
+    record, upper = one.target.record, view.leakage.upper
+    unsure = upper is None or not bool(torch.isfinite(upper[0, record]))
+    nats = any(bool(view.success.estimated(world)[record]) for world in view.success.worlds)
+    return nats or (one.target.stated.floor is not None and unsure)
 
 
 def _error(view: View, square: float | None) -> str:
