@@ -120,7 +120,7 @@ def clipped_gradient_sum(
             factors.append(Clipping(norms[-1], max_grad_norm, clip).factor)
             losses.append(work.losses)
             part = work.weighted_sum(factors[-1] if present is None else factors[-1] * present[rows])
-            total = {name: total[name] + value if total else value for name, value in part.items()}
+            total = {name: total[name].add_(value) if total else value for name, value in part.items()}
         return ClippedSum(torch.cat(losses), torch.cat(norms), torch.cat(factors), total or zero_sums(params))
 
 

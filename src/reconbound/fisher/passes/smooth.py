@@ -326,10 +326,10 @@ class _Activation(_Point):
         found: Tensor = torch.ops.aten.gelu_backward(delta, self.x, approximate=self.approximate)
         return found
 
-    def terms(self, delta: Tensor) -> Tensor:
-        """Returns g₂(x) δ, g₂ the second derivative; half precision is computed in float32."""
+    def terms(self, delta: Tensor) -> Tensor | None:
+        """Returns g₂(x) δ, g₂ the second derivative; half precision is computed in float32. None: a kernel is fast."""
         if curve_kernels.kernels_apply(self.x):
-            return curve_kernels.curve_gelu(self.x, delta, tanh=self.approximate == "tanh")
+            return None
         x = self.x.to(torch.promote_types(self.x.dtype, torch.float32))
         if self.approximate == "none":  # in this order nothing overflows: φ is 0 first
             height = torch.full((), 0.5 * math.log(2 / math.pi), dtype=x.dtype, device=x.device)
@@ -345,5 +345,7 @@ class _Activation(_Point):
         found = torch.addcmul(slope + half, x * t, slope.square(), value=-1)
         return found.mul_(1 - t.square()).mul_(delta).to(delta.dtype)
 
-    def curve(self, v: Tensor, delta: Tensor, terms: Tensor) -> Tensor:
+    def curve(self, v: Tensor, delta: Tensor, terms: Tensor | None) -> Tensor:
+        if terms is None:
+            return curve_kernels.curve_gelu(self.x, delta, tanh=self.approximate == "tanh").mul_(v)
         return v * terms
