@@ -181,17 +181,21 @@ class SampledGaussian(Mechanism):
         step = renyi.poisson_kl if self.sampler != "fixed" else renyi.kl_fixed
         return self.steps * step(self.m, self.sample_rate)
 
+    def _every_record(self) -> Parts:
+        """Returns parts of T steps with every record, which tell no less than those with batches (6.12)."""
+        return parts_gaussian(self.m * math.sqrt(self.steps), self.kl_neighbours)
+
     def quick_parts(self) -> tuple[Parts, ...]:
         if self.sample_rate == 1:
-            closed = parts_gaussian(self.m * math.sqrt(self.steps), self.kl_neighbours)
-        else:
-            closed = parts_by_draws(self.m, self.sample_rate, self.steps, self.kl_neighbours)
-        return (*super().quick_parts(), closed)
+            return (*super().quick_parts(), self._every_record())
+        return (*super().quick_parts(), parts_by_draws(self.m, self.sample_rate, self.steps, self.kl_neighbours))
 
     def parts(self) -> tuple[Parts, ...]:
+        if self.sample_rate == 1:
+            return self.quick_parts()
         neighbours = ADD_REMOVE if self.sampler == "poisson" else REPLACE_ONE
-        pld = None if self.sample_rate == 1 else self._pld(neighbours)
-        return self.quick_parts() if pld is None else (*self.quick_parts(), privacy_loss.parts(pld, neighbours))
+        pld, closed = self._pld(neighbours), (*self.quick_parts(), self._every_record())
+        return closed if pld is None else (*closed, privacy_loss.parts(pld, neighbours))
 
     def overlap(self) -> float:
         if self.sampler != "fixed":
