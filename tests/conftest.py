@@ -19,10 +19,12 @@ settings.load_profile("reconbound")
 
 
 FROZEN = [0]  # how many modules were imported when the garbage collector last lost sight of them
+gc.disable()  # while tests are collected: it would look through all that is imported again and again
 
 
 def pytest_collection_finish():
     """Takes all that is imported by now out of the garbage collector's sight: collecting it again takes a second."""
+    gc.enable()
     gc.collect()
     gc.freeze()
     FROZEN[:] = [len(sys.modules)]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
-import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
+from many_ranks import start_torchrun, stop_torchrun
 
 pytestmark = pytest.mark.slow
 
@@ -32,27 +29,16 @@ def test_ledgers_of_a_loop_of_ones_own_are_joined(capsys) -> None:
 
 @pytest.mark.parametrize(("name", "script", "command", "printed"), SCRIPT.findall(PAGE), ids=lambda text: text[:12])
 def test_script_runs_on_two_ranks(name: str, script: str, command: str, printed: str, tmp_path) -> None:
+    """The command of the page; Opacus's ranks need a seed of their own, as new processes have it."""
     (tmp_path / name).write_text(script)
     words = command.split()
     assert words[0] == "torchrun"
     assert words[-1] == name
-    with (tmp_path / "errors.txt").open("w") as errors:
-        job = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *words[1:]],
-            cwd=tmp_path,
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
-        try:
-            found, _ = job.communicate(timeout=240)
-        finally:
-            if job.poll() is None:
-                job.send_signal(signal.SIGTERM)  # torchrun ends its ranks
-                with suppress(subprocess.TimeoutExpired):
-                    job.wait(40)
-                job.kill()
+    job = start_torchrun([*words[1:-1], str(tmp_path / name)], tmp_path, fork=name != "with_opacus.py")
+    try:
+        job.join(240)
+    finally:
+        stop_torchrun(job)
     errors = (tmp_path / "errors.txt").read_text()
-    assert found == printed, errors
-    assert job.returncode == 0, errors
+    assert (tmp_path / "output.txt").read_text() == printed, errors
+    assert job.exitcode == 0, errors

@@ -8,13 +8,16 @@ import signal
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.run
 
 from killing import start
 
@@ -88,6 +91,48 @@ def on_ranks(size: int, target: Callable[..., Any], *args: Any, **options: str) 
     for kind, value in ends:
         assert kind == "returned", value
     return [value for _, value in ends]
+
+
+def start_torchrun(words: Sequence[str], folder: Path, *, fork: bool) -> Any:
+    """Starts torchrun in this folder, in a process that has loaded what its ranks need.
+
+    Its output is in output.txt, its errors and those of its ranks in errors.txt.
+
+    Args:
+        words: its command line.
+        folder: the folder.
+        fork: fork the ranks from it, which saves seconds; the script's path must then be absolute, and torch's global
+            generators start from one seed on all ranks.
+    """
+    forked = ["--run-path", "--start-method=fork"] if fork else []
+    return start(_torchrun, [*forked, *words], str(folder), daemon=False)
+
+
+def _torchrun(words: Sequence[str], folder: str) -> None:
+    os.setsid()
+    os.chdir(folder)
+    for descriptor, name in ((1, "output.txt"), (2, "errors.txt")):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    warnings.simplefilter("ignore")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    # a store that torchrun keeps from one attempt to the next still has the addresses of ranks that have ended
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    torch.distributed.run.main(words)
+
+
+def stop_torchrun(job: Any, pids: Callable[[], list[int]] = list) -> None:
+    """Ends torchrun and its ranks, if they are still there.
+
+    Args:
+        job: what `start_torchrun` returns.
+        pids: gives the ranks' processes.
+    """
+    job.terminate()  # torchrun ends its ranks
+    job.join(40)
+    for pid in [*pids(), job.pid] if job.exitcode is None else []:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    job.join()
 
 
 def _pipe() -> tuple[Any, Any]:

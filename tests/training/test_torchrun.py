@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import torchrun_script
 from learning import same_state
+from many_ranks import start_torchrun, stop_torchrun
 from reconbound import FisherAccountant
 
 KILLS = int(os.environ.get("KILLS", "2"))  # KILLS=10 for the large form
@@ -23,36 +23,18 @@ LIMIT = 180  # seconds for a start
 pytestmark = pytest.mark.slow
 
 
-def start(folder: Path, steps: int, restarts: int) -> subprocess.Popen[str]:
-    """Starts torchrun on two ranks: no port is fixed, and the processes are a group of their own."""
-    helpers = str(Path(torchrun_script.__file__).parent)
+def start(folder: Path, steps: int, restarts: int) -> Any:
+    """Starts torchrun on two ranks; no port is fixed."""
     options = ["--standalone", "--nproc-per-node=2", f"--max-restarts={restarts}", "--monitor-interval=0.1"]
-    command = [sys.executable, "-m", "torch.distributed.run", *options, torchrun_script.__file__]
-    paths = os.pathsep.join(p for p in (helpers, os.environ.get("PYTHONPATH", "")) if p)
-    # a store that torchrun keeps from one attempt to the next still has the addresses of ranks that have ended
-    fresh = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    own = {"PYTHONPATH": paths, "PYTHONWARNINGS": "ignore", "GLOO_SOCKET_IFNAME": "lo"}
-    with (folder / "output.txt").open("w") as output:
-        return subprocess.Popen(
-            [*command, str(folder), str(steps)],
-            env={**os.environ, **own, **fresh},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+    return start_torchrun([*options, torchrun_script.__file__, str(folder), str(steps)], folder, fork=True)
 
 
-def stop(job: subprocess.Popen[str], folder: Path) -> None:
-    """Ends torchrun and its ranks, if they are still there."""
-    job.terminate()  # torchrun ends its ranks, which are in groups of their own
-    with suppress(subprocess.TimeoutExpired):
-        job.wait(40)
-    pids = [int(text) for path in folder.glob("pid-*") if (text := path.read_text()) and job.returncode is None]
-    for pid in [*pids, job.pid]:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    job.wait()
+def stop(job: Any, folder: Path) -> None:
+    stop_torchrun(job, lambda: [int(text) for path in folder.glob("pid-*") if (text := path.read_text())])
+
+
+def errors(folder: Path) -> str:
+    return (folder / "errors.txt").read_text()
 
 
 def is_alive(pid: int) -> bool:
@@ -74,11 +56,11 @@ def running(folder: Path) -> list[int]:
     return pids if len(pids) == 2 and all(map(is_alive, pids)) else []
 
 
-def wait_for_ranks(folder: Path, job: subprocess.Popen[str], killed: set[int]) -> list[int]:
+def wait_for_ranks(folder: Path, job: Any, killed: set[int]) -> list[int]:
     until = time.monotonic() + LIMIT
     while not (pids := running(folder)) or killed & set(pids):
-        assert job.poll() is None, (folder / "output.txt").read_text()
-        assert time.monotonic() < until, (folder / "output.txt").read_text()
+        assert job.exitcode is None, errors(folder)
+        assert time.monotonic() < until, errors(folder)
         time.sleep(0.02)
     return pids
 
@@ -99,15 +81,14 @@ def test_ranks_killed_at_random_moments_change_nothing(tmp_path) -> None:
             while saved_steps(tmp_path) < target and all(map(is_alive, pids)):
                 time.sleep(0.02)
             time.sleep(rng.uniform(0.0, 0.3))
-            assert job.poll() is None, "it ended before its kill: make it longer"
+            assert job.exitcode is None, "it ended before its kill: make it longer"
             one = rng.choice(pids)
             with suppress(ProcessLookupError):  # the attempt has failed by itself
                 os.kill(one, signal.SIGKILL)
             killed |= set(pids)
             places.append(saved_steps(tmp_path))
-        with suppress(subprocess.TimeoutExpired):
-            job.wait(LIMIT)
-        assert job.poll() == 0, (tmp_path / "output.txt").read_text()
+        job.join(LIMIT)
+        assert job.exitcode == 0, errors(tmp_path)
     finally:
         stop(job, tmp_path)
     assert places == sorted(places)  # never back behind what was saved
@@ -130,8 +111,9 @@ def test_a_job_without_restarts_ends(tmp_path) -> None:
     job = start(tmp_path, 10_000, restarts=0)
     try:
         os.kill(wait_for_ranks(tmp_path, job, set())[1], signal.SIGKILL)
-        assert job.wait(LIMIT) != 0
+        job.join(LIMIT)
+        assert job.exitcode not in (0, None)
     finally:
         stop(job, tmp_path)
-    assert "SIGKILL" in (tmp_path / "output.txt").read_text()
+    assert any(text in errors(tmp_path) for text in ("SIGKILL", "has lost another rank"))  # whichever ends first
     assert running(tmp_path) == []
