@@ -68,6 +68,34 @@ def _one_look_at_optunas_migrations():
     _VersionManager.get_head_version = own
 
 
+CHECKED = {}  # what a model's check found, by all that it looks at
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _each_model_is_checked_once(request):
+    """Tests of damaged files and of sweeps start hundreds of small audits of few models: each model is checked once.
+
+    What the check finds, and that audits and sweeps make it, is tested in other folders."""
+    if request.node.path.parent.name not in ("faults", "sweep"):
+        yield
+        return
+    from reconbound.auditing import models
+
+    own = models._caveats
+
+    def caveats(dataset, spec, model, inputs, targets):
+        private = None if dataset.private is None else dataset.private.tobytes()
+        seen = inputs.tobytes(), targets.tobytes(), private, dataset.scale.tobytes(), dataset.task
+        key = spec, repr(model), *seen
+        if key not in CHECKED:
+            CHECKED[key] = own(dataset, spec, model, inputs, targets)
+        return dict(CHECKED[key])
+
+    models._caveats = caveats
+    yield
+    models._caveats = own
+
+
 @pytest.fixture
 def run(capsys, monkeypatch):
     """Run a command line in this process: status, standard output, standard error."""

@@ -8,29 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
 
+from own_loop import SETTING, data, losses, network
 from reconbound import Account, FisherAccountant, PrivateLogisticRegression, PrivateSGD, Settings
 from reconbound._internal.checks import InputError
 from reconbound._internal.formatting import format_floor
 from reconbound.fisher import StepOptions, step_information
 from reconbound.validate import ReconboundWarning
-
-SETTING: dict[str, Any] = {"max_grad_norm": 1.0, "noise_multiplier": 1.0, "clip": "hard"}
-
-
-def losses(outputs: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(outputs, targets, reduction="none")
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-
-
-def data(records: int = 40) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.rand(records, 6, generator=generator), torch.arange(records) % 3
 
 
 def ledger(**changes: Any) -> FisherAccountant:

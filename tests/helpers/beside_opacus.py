@@ -36,6 +36,13 @@ def network() -> nn.Sequential:
         return nn.Sequential(nn.Linear(FEATURES, 6), nn.ReLU(), nn.Linear(6, CLASSES)).double()
 
 
+def frozen_network() -> nn.Sequential:
+    """Returns the network with one parameter that is not trained."""
+    found = network()
+    found[0].weight.requires_grad_(False)
+    return found
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silences what Opacus and torch warn of in these small trainings."""

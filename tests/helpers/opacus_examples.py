@@ -32,7 +32,7 @@ def example(name: str) -> Path:
 
 
 def pictures(shape: tuple[int, ...], *_: Any, train: bool = True, **__: Any) -> TensorDataset:
-    """Stands in for a data set of torchvision: few random pictures."""
+    """Stands in for a data set of torchvision: few random pictures, small where the example takes any size."""
     generator = torch.Generator().manual_seed(int(train))
     labels = torch.randint(0, 10, (RECORDS,), generator=generator)
     return TensorDataset(torch.randn(RECORDS, *shape, generator=generator), labels)
@@ -45,7 +45,7 @@ def without_torchvision(options: Sequence[str]) -> Iterator[None]:
     for kind in ("Compose", "ToTensor", "Normalize", "RandomCrop", "RandomHorizontalFlip"):
         setattr(transforms, kind, lambda *_, **__: None)
     datasets = ModuleType("torchvision.datasets")
-    datasets.MNIST, datasets.CIFAR10 = partial(pictures, (1, 28, 28)), partial(pictures, (3, 32, 32))  # type: ignore[attr-defined]
+    datasets.MNIST, datasets.CIFAR10 = partial(pictures, (1, 28, 28)), partial(pictures, (3, 8, 8))  # type: ignore[attr-defined]
     vision.datasets, vision.transforms = datasets, transforms  # type: ignore[attr-defined]
     here = {module.__name__: module for module in (vision, datasets, transforms)}
     modules, arguments = {name: sys.modules.get(name) for name in here}, sys.argv

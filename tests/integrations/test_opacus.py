@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_own_loop import SETTING, data, losses, network
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from measuring import measure, sum_clipped
+from own_loop import SETTING, data, losses, network
 from reconbound import PrivateSGD, Settings
 from reconbound._internal.checks import InputError
 from reconbound.fisher import dense_information

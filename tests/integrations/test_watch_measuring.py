@@ -109,12 +109,12 @@ def test_a_training_that_stops_early_counts_the_steps_it_took(monkeypatch: Any) 
     found = []
     for seed in range(40):
         monkeypatch.setattr(measuring, "new_seed", lambda seed=seed: seed)
-        made, ledger = watched(epochs=6, budget=1.0)
+        made, ledger = watched(epochs=6, worlds={"all": WORLDS["all"]}, budget=1.0)
         made.train(2)
         kept = ledger.finish()
         assert kept.account.steps == 10
         found.append(kept.divergences.estimates("all").mean)
-    made, ledger = watched(epochs=2, budget=100.0)  # each record at each step
+    made, ledger = watched(epochs=2, worlds={"all": WORLDS["all"]}, budget=100.0)  # each record at each step
     made.train(2)
     exact = ledger.finish().divergences.estimates("all").mean.mean()
     means = torch.stack(found).mean(1)  # over the records

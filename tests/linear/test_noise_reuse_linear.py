@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -161,9 +162,16 @@ def test_learner_warns_once() -> None:
 
 
 WORDS = {
-    "audit": ["audit", "wine", "--steps", "2", "--runs", "1"],
-    "sweep": ["sweep", "wine", "--grid", "lr=0.5", "--steps", "2", "--runs", "1", "--model", "linear"],
+    "audit": ["audit", "t.csv", "--target", "y", "--range", "a=0:7", "--range", "b=0:11", "--model", "linear"],
+    "sweep": ["sweep", "wine", "--grid", "lr=0.5", "--model", "linear"],
 }
+SHORT = ["--steps", "2", "--runs", "1"]
+
+
+def write_table(folder: Path) -> None:
+    """Writes a table for a training that is as small as may be."""
+    rows = [f"{k % 7},{3 * k % 11},{'uv'[k % 2]}\n" for k in range(30)]
+    (folder / "t.csv").write_text("".join(["a,b,y\n", *rows]))
 
 
 def check_note(text: str, count: int) -> None:
@@ -175,22 +183,22 @@ def check_note(text: str, count: int) -> None:
 
 @pytest.mark.parametrize("command", ["audit", "sweep"])
 @pytest.mark.slow
-def test_commands_print_one_line(tmp_path, command: str, run) -> None:
+def test_commands_print_one_line(tmp_path, command: str, run, monkeypatch) -> None:
+    write_table(tmp_path)
+    monkeypatch.chdir(tmp_path)
     for seed, count in (["--seed", "3"], 1), ([], 0):
         with warnings.catch_warnings(record=True) as reported:  # a process would print them
             warnings.simplefilter("default")
-            status, _, err = run(*WORDS[command], *seed, "--out", tmp_path / f"{count}")
+            status, _, err = run(*WORDS[command], *SHORT, *seed, "--out", tmp_path / f"{count}")
         assert status == 0, err
         check_note(err + "".join(f"{one.category.__name__}: {one.message}\n" for one in reported), count)
 
 
 @pytest.mark.slow
 def test_process_prints_one_line(tmp_path) -> None:
-    """In a process of its own, with Python's filters of warnings; the table and the training are as small as may be."""
-    rows = [f"{k % 7},{3 * k % 11},{'uv'[k % 2]}\n" for k in range(30)]
-    (tmp_path / "t.csv").write_text("".join(["a,b,y\n", *rows]))
-    words = ["audit", "t.csv", "--target", "y", "--range", "a=0:7", "--range", "b=0:11", "--model", "linear"]
-    call = [sys.executable, "-m", "reconbound", *words, "--steps", "1", "--runs", "1", "--seed", "3", "--out", "a"]
+    """In a process of its own, with Python's filters of warnings."""
+    write_table(tmp_path)
+    call = [sys.executable, "-m", "reconbound", *WORDS["audit"], *SHORT, "--seed", "3", "--out", "a"]
     done = subprocess.run(call, capture_output=True, text=True, check=False, timeout=240, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     check_note(done.stdout + done.stderr, 1)

@@ -161,7 +161,7 @@ class MeasuredRuns:
         """Adds one step's distances between these records' clipped gradients in the real and in replaced worlds.
 
         Args:
-            indices: the records, (B,), each at most once. Those of masked rows (padding) may be anything.
+            indices: as in `add`.
             found: the step's distances, of every replaced world that this ledger keeps.
             weight: as in `add`.
             stratified: as in `add`.
