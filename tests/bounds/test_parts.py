@@ -220,6 +220,49 @@ def test_never_above_the_exact_risk_of_two_antipodal_records():
     assert tight > 0.95
 
 
+def fixed_batches(q, gradients, others):
+    """The release of steps on batches of fixed size with the record (gradient g) and with a zero gradient in its place,
+    on a grid; c is the gradient of who takes its place in the batches without it."""
+    h = 0.05
+    x = np.arange(-9, 9, h)
+
+    def step(g, c):
+        return h * (q * np.exp(-((x - g) ** 2) / 2) + (1 - q) * np.exp(-((x - c) ** 2) / 2)) / math.sqrt(2 * math.pi)
+
+    p, without = np.ones(1), np.ones(1)
+    for g, c in zip(gradients, others, strict=True):
+        p, without = np.outer(p, step(g, c)).ravel(), np.outer(without, step(0.0, c)).ravel()
+    return p, without
+
+
+@pytest.mark.parametrize("q", [0.3, 0.75, 0.99])
+def test_parts_of_steps_with_every_record_hold_for_fixed_batches(q):
+    """Among the parts of the release of one mass, the one with the fewest nats has no more than at rate 1."""
+    for gradients, others in (([1.3], [1.3]), ([1.3], [-1.3]), ([1.3, -1.3], [-1.3, 0.4]), ([0.9, 1.3], [0.0, 1.3])):
+        parts = parts_gaussian(1.3 * math.sqrt(len(gradients)), ADD)
+        p, without = fixed_batches(q, gradients, others)
+        for i in (30, 60, 90, 120):
+            mass, least = direct(parts.shares[i], p, without)
+            assert mass == close(parts.shares[i], rel=1e-6)
+            assert least <= parts.nats[i] + 1e-6
+    full, without = fixed_batches(1.0, [1.3, 1.3], [0.0, 0.0])
+    assert direct(parts.shares[60], full, without)[1] == close(
+        parts.nats[60], rel=0, abs=0.01
+    )  # and it is that of them
+
+
+@pytest.mark.parametrize("q", [0.5, 0.75, 0.9, 0.999, 1.0])
+def test_floor_of_fixed_batches_is_below_the_exact_risk_and_not_below_that_of_every_record(q):
+    """d = 1: two records with antipodal gradients, whoever takes their place; risks by quadrature."""
+    for noise, steps in ((0.8, 1), (1.0, 1), (1.2, 2), (3.0, 2)):
+        found = floor("rate_distortion", SampledGaussian(noise, q, steps, "hard", "fixed")).value
+        assert found >= floor("rate_distortion", SampledGaussian(noise, 1.0, steps, "hard", "fixed")).value
+        for place in (-1 / noise, 0.0, 0.5 / noise):
+            one, _ = fixed_batches(q, [1 / noise] * steps, [place] * steps)
+            other, _ = fixed_batches(q, [-1 / noise] * steps, [place] * steps)
+            assert found <= float(np.sum(one * other / (one + other))) / 2 + 1e-9  # (1 − LC)/4
+
+
 def test_rare_draws_with_little_noise():
     """A record is in a batch with chance 1 %, and is then read off: the release's nats say nothing, its parts do."""
     mechanism = SampledGaussian(0.02, 1e-4, 100, "hard")

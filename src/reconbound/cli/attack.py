@@ -52,7 +52,7 @@ def attack_command(
         if not quiet:
             shared.confidential_note()
             _print(view, found)
-        shared.say(folder / REPORT)
+        shared.print_line(folder / REPORT)
 
 
 def result(view: View, found: Attacked) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def audit_command(
             if notes and not quiet:
                 shared.confidential_note()  # they quote ranges and cells
             for note in [] if quiet else notes:  # after all that may be wrong with the options
-                shared.say(f"Note: {note}", error=True)
+                shared.print_line(f"Note: {note}", error=True)
             _run_audit(dataset, options, folder, publish_accuracy, fresh, as_json, quiet)
 
 
@@ -152,7 +152,7 @@ def _run_audit(
 
     if not fresh and finished(out, dataset, options, publish_accuracy=publish_accuracy):
         if not quiet:
-            shared.say(
+            shared.print_line(
                 f"Finished already: the audit in {out} has these data and options; nothing was done. --fresh starts "
                 "over, more --runs add to it, reconbound report builds its pages again.",
                 error=as_json,
@@ -169,9 +169,9 @@ def _run_audit(
             if options.settings.seed is not None:
                 notes.append("whoever guesses the seed knows the noise: release no model that had --seed")
         for note in filter(None, notes):
-            shared.say(f"Note: {note}", error=True)
+            shared.print_line(f"Note: {note}", error=True)
         for line in [] if quiet else describe_audit(dataset, options, out, fresh):
-            shared.say(line, error=as_json)
+            shared.print_line(line, error=as_json)
         warnings.simplefilter("ignore", KinkWarning)  # printed as a note, and kept in run.json
         folder = run_audit(dataset, options, out, show=not quiet, publish_accuracy=publish_accuracy, fresh=fresh)
     _print_result(folder, as_json, quiet)
@@ -189,8 +189,8 @@ def _print_result(folder: Path, as_json: bool, quiet: bool) -> None:
         return
     if not quiet:
         for line in (*found["verdict"], *describe_columns(found), found["accuracy_said"]):
-            shared.say(line)
-    shared.say(folder / REPORT)
+            shared.print_line(line)
+    shared.print_line(folder / REPORT)
 
 
 def describe_columns(found: dict[str, Any]) -> list[str]:

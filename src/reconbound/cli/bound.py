@@ -23,8 +23,8 @@ from reconbound.cli.options import (
     option,
     plain_errors,
     print_json,
+    print_line,
     ratio,
-    say,
     takes,
     terminal,
 )
@@ -254,7 +254,7 @@ def bound_command(
         return
     print_guarantee(found, default=not given, notes=notes, print_table=partial(print_risks, known, asked))
     if "curve" in asked:
-        say(asked["curve"])
+        print_line(asked["curve"])
 
 
 def print_guarantee(

@@ -169,7 +169,7 @@ def print_json(content: Mapping[str, Any]) -> None:
     print(json.dumps(content, indent=2, allow_nan=False))
 
 
-def say(line: object, *, error: bool = False) -> None:
+def print_line(line: object, *, error: bool = False) -> None:
     """Prints one line, of which nothing (a name, a path) steers the terminal or begins another line.
 
     Args:
@@ -259,7 +259,7 @@ def print_warnings(*, quiet: bool = False) -> Iterator[None]:
             confidential_note()  # they quote ranges and cells
             noted = True
         if not quiet:
-            say(f"Note: {one_line(str(message))}", error=True)
+            print_line(f"Note: {one_line(str(message))}", error=True)
 
     with warnings.catch_warnings():
         warnings.simplefilter("default", UserWarning)

@@ -12,9 +12,9 @@ from reconbound.cli.options import (
     confidential_note,
     plain_errors,
     print_json,
+    print_line,
     print_table,
     print_warnings,
-    say,
     terminal,
 )
 
@@ -50,7 +50,7 @@ def report_command(
             replaces = _may_replace(page)
             _print_comparison(folders, compare(folders, page), as_json)
             if replaces:
-                say(f"reconbound: {page} was there, and was replaced", error=True)
+                print_line(f"reconbound: {page} was there, and was replaced", error=True)
             return
         if out is not None:
             raise InputError("out", "is for comparing several folders; one audit's pages stay in its folder", str(out))
@@ -59,7 +59,7 @@ def report_command(
             print_json({"report": str(own), "public_report": str(public)})
         else:
             for written in (public, own):
-                say(written)
+                print_line(written)
 
 
 def _may_replace(page: Path) -> bool:
@@ -107,7 +107,7 @@ def _print_comparison(folders: list[Path], page: Path, as_json: bool) -> None:
         private = "; ".join(f"{name} {range_}" for name, range_ in row["shown"])
         more = f"; and {len(row['more'])} more" if row["more"] else ""
         console.print(f"{row['name']} ({row['data']}, {row['records']} records), private: {private}{more}")
-    say(page)
+    print_line(page)
 
 
 def _print_columns(columns: list[dict[str, Any]], console: Console) -> None:

@@ -88,9 +88,9 @@ def sweep_command(
             _print_json({**facts, "rows": rows})
         elif quiet:
             for caveat in (facts.get("caveats") or {}).values():  # even so: it takes floors away
-                shared.say(f"Note: {caveat}", error=True)
+                shared.print_line(f"Note: {caveat}", error=True)
             if facts["page"]:
-                shared.say(facts["page"])
+                shared.print_line(facts["page"])
         else:
             _print_sweep(facts, rows)
         if not rows:
@@ -151,13 +151,13 @@ def frontier_command(
             _print_json({**facts, **{n: limit for n, limit in limits.items() if limit is not None}, "best": found})
         else:
             for line in cautions(rows, facts):
-                shared.say(line)
+                shared.print_line(line)
             for name, row in found.items():
-                shared.say(_best_line(rows, name, asked[name], row, facts))
+                shared.print_line(_best_line(rows, name, asked[name], row, facts))
             if any(row is not None and has_crossed([row], name) for name, row in found.items()):
                 print(CROSSED)
             for line in describe_majority(facts["guesses"]):
-                shared.say(line)
+                shared.print_line(line)
         if None in found.values():
             raise typer.Exit(1)
 
@@ -224,9 +224,9 @@ def _print_sweep(facts: dict[str, Any], rows: list[Row]) -> None:
 
         sentences = verdict(rows, checked_floor(rows), facts.get("guesses"), measured_by(facts))
         for line in (*cautions(rows, facts), *sentences):
-            shared.say(line)
+            shared.print_line(line)
         for name in ("table", "page"):
-            shared.say(facts[name])
+            shared.print_line(facts[name])
 
 
 def _print_fronts(facts: dict[str, Any], fronts: dict[str, list[Row]], cautions: list[str]) -> None:
@@ -261,7 +261,7 @@ def _print_fronts(facts: dict[str, Any], fronts: dict[str, list[Row]], cautions:
     if delta is not None:
         console.print(f"ε is for replace-one neighbours at δ = {format_limit(delta, 6)}.")
     console.print(f"{facts['finished']} of {facts['trials']} settings trained.")
-    shared.say(facts["page"])
+    shared.print_line(facts["page"])
 
 
 def _print_chances(console: Any, chance: str, rows: list[Row], measure: str) -> None:
