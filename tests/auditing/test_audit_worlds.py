@@ -95,7 +95,7 @@ def test_reserved_names_and_many_columns(tmp_path: Path) -> None:
 
 def test_default_budget_measures_every_world_for_limits() -> None:
     for dataset in (auditing.people(60), auditing.people(2000), load_dataset("wine")):
-        options = default_options(dataset)
+        options = default_options(dataset, model="linear")
         learner = make_learner(dataset, options, progress=False).repeat(1, options.steps)
         divergences = learner.accountant.divergences
         assert divergences.worlds == ("removed", *worlds_of(dataset))
