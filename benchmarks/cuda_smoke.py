@@ -183,7 +183,7 @@ def replayed() -> None:
             batch = both[0].sampler.batch(7, step)
             sums = [one.measurer.gradient_sum(batch)[0] for one in both]
             draws = [torch.Generator("cuda").manual_seed(step) for _ in both]
-            same = [one.measurer.information_and_sum(batch, draw) for one, draw in zip(both, draws, strict=True)]
+            same = [one.measurer.information(batch, draw) for one, draw in zip(both, draws, strict=True)]
             found = [each for each, _ in same]
             pairs = {"sum": sums, "sum of the same pass": [total for _, total in same]}
             for field in ("norm", "across", "along", "clipped_norm", "trace"):

@@ -186,10 +186,10 @@ def test_sums_of_shards_do_not_depend_on_their_order() -> None:
     zeros, grid = partial(torch.zeros, 2000), grid_of(settings, 100)
 
     def total(order: list[int]) -> torch.Tensor:
-        def compute(shard: Shard) -> tuple[torch.Tensor, StepWork]:
-            return torch.arange(*shard.span), StepWork(parts[order[shard.number]], torch.zeros(0))  # type: ignore[misc]
+        def compute(shard: Shard) -> StepWork:
+            return StepWork(torch.arange(*shard.span), parts[order[shard.number]], torch.zeros(0))  # type: ignore[misc]
 
-        return compute_shards(make_shards(100, 7), Ranks(), zeros, grid, compute)[1].total
+        return compute_shards(make_shards(100, 7), Ranks(), zeros, grid, compute).total
 
     one, other = total(list(range(7))), total([6, 2, 4, 0, 5, 3, 1])
     assert torch.equal(one, other)

@@ -164,7 +164,7 @@ class SnapshotMeasurements:
                     self._put_back(run, step)
                     for k, part in enumerate(places.split(at_once)):
                         probe = torch_stream(seed, f"{name} {k}", step, learner.device)
-                        found = measurer.information(records[part], probe)
+                        found, _ = measurer.information(records[part], probe)
                         ledger.add(part, found, weight=weight * account.sample_rate, stratified=True)
                 ledger.finish_run()
         finally:

@@ -24,7 +24,6 @@ from reconbound.training.step import StepWork
 from reconbound.validate.model import ReconboundWarning
 
 _BITS = 61  # of a sum, beside the sign: the sum of all rounded shards then fits into 63
-PartOfStep = tuple[Tensor, StepWork]
 Zeros = Callable[..., Tensor]
 
 
@@ -69,8 +68,8 @@ def warn_of_idle_ranks(shards: Sequence[Shard], ranks: Ranks) -> None:
 
 
 def compute_shards(
-    shards: Sequence[Shard], ranks: Ranks, zeros: Zeros, grid: float, compute: Callable[[Shard], PartOfStep]
-) -> PartOfStep:
+    shards: Sequence[Shard], ranks: Ranks, zeros: Zeros, grid: float, compute: Callable[[Shard], StepWork]
+) -> StepWork:
     """Computes a step: each rank its shards, and all ranks have the batch, the sum and every measurement afterwards.
 
     Args:
@@ -81,27 +80,26 @@ def compute_shards(
         compute: shard → its part of the batch, and what the step computes for it.
 
     Returns:
-        The batch, and the work of the whole step. Its sum is in units of g, int64; a single shard's is as it was
-        computed, on its owner only.
+        The work of the whole step. Its sum is in units of g, int64; a single shard's is as it was computed, on its
+        owner only.
     """
-    if len(shards) == ranks.size == 1:
-        return compute(shards[0])
     total = zeros(dtype=torch.int64)
 
-    def own() -> list[tuple[int, Tensor, StepWork]]:
+    def own() -> list[tuple[int, StepWork]]:
         nonlocal total
         found = []
         for shard in shards:
             if shard.owner(ranks.size) == ranks.rank:
-                batch, work = compute(shard)
+                work = compute(shard)
                 total = work.total if len(shards) == 1 else total + (work.total.double() / grid).round().long()
-                found.append((shard.number, batch, _portable(work)))
+                found.append((shard.number, _portable(work)))
         return found
 
     parts = sorted((part for some in ranks.gather(own) for part in some), key=lambda part: part[0])
-    check_apart(shards, [(number, batch) for number, batch, _ in parts])
-    works = [work for _, _, work in parts]
-    return torch.cat([batch for _, batch, _ in parts]), StepWork(
+    check_apart(shards, [(number, work.batch) for number, work in parts])
+    works = [work for _, work in parts]
+    return StepWork(
+        torch.cat([work.batch for work in works]),
         total if len(shards) == 1 else ranks.sum_whole(total),
         torch.cat([work.clipped_norm for work in works]),
         None,
