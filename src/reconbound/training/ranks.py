@@ -90,6 +90,8 @@ class Ranks:
         Raises:
             TrainingError: it failed on another rank, or another rank is lost.
         """
+        if self.size == 1:
+            return make()
         own: list[T] = []
         self.gather(lambda: own.append(make()))
         return own[0]
@@ -100,6 +102,8 @@ class Ranks:
         Args:
             make: the function; what it returns is on the CPU.
         """
+        if self.size == 1:
+            return make()
         made: list[Any] = [None]
 
         def on_first() -> None:
@@ -107,8 +111,7 @@ class Ranks:
                 made[0] = make()
 
         self.gather(on_first)
-        if self.size > 1:
-            self._send(lambda: dist.broadcast_object_list(made, src=0, group=_group_of_cpu()))
+        self._send(lambda: dist.broadcast_object_list(made, src=0, group=_group_of_cpu()))
         found: T = made[0]
         return found
 
