@@ -25,7 +25,7 @@ from reconbound.accounting.accountant import FisherAccountant
 from reconbound.accounting.measurement_plan import Blocks, Plans, Segments, batch_weight
 from reconbound.data.dataset import describe_copies, find_copies
 from reconbound.fisher import Private, StepInformation
-from reconbound.fisher.sums import methods_that_pass
+from reconbound.fisher.sums import ClippedSum, methods_that_pass
 from reconbound.fisher.worlds import StepDistances, World, step_distances
 from reconbound.training.finite import STEPS, FiniteChecks, all_finite, largest_parameter
 from reconbound.training.noise import Release, record_losses
