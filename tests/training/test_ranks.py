@@ -19,10 +19,19 @@ from many_ranks import PATIENCE, ends_of_ranks, on_ranks
 from reconbound import audit
 from reconbound._internal.checks import InputError
 from reconbound.training.checkpoint import CheckpointError
-from reconbound.training.ranks import Ranks, TrainingError, _group_of_cpu, _time_limit, refuse_several
+from reconbound.training.ranks import (
+    Ranks,
+    TrainingError,
+    _group_of_cpu,
+    _time_limit,
+    check_apart,
+    compute_shards,
+    grid_of,
+    make_shards,
+    refuse_several,
+)
 from reconbound.training.sampling import Poisson, Shard
 from reconbound.training.settings import Settings
-from reconbound.training.shards import check_apart, compute_shards, grid_of, make_shards
 from reconbound.training.step import StepWork
 
 on_several = pytest.mark.parametrize("size", [2, 4])

@@ -17,10 +17,9 @@ from learning import CLASSES, FEATURES, SameNoise, data, learner, network, same_
 from reconbound.fisher.worlds import Replacement
 from reconbound.training import noise, settings, static
 from reconbound.training.feed import joined_measurements
-from reconbound.training.finite import FiniteChecks
 from reconbound.training.private_sgd import PrivateSGD, TrainingError
 from reconbound.training.sampling import FixedSize, Poisson, ShuffledEpochs, padded_sizes
-from reconbound.training.settings import Callback
+from reconbound.training.settings import Callback, FiniteChecks
 from reconbound.training.static import Rows, StaticWork, differ
 from reconbound.training.static_step import StaticStep
 from reconbound.training.step import Measured

@@ -30,7 +30,15 @@ from reconbound.training import checkpoint as checkpoints
 from reconbound.training import noise as noises
 from reconbound.training import settings as given
 from reconbound.training.feed import Feed, NoLedger, make_feed
-from reconbound.training.ranks import Ranks, TrainingError, on_cpu
+from reconbound.training.ranks import (
+    Ranks,
+    TrainingError,
+    compute_shards,
+    grid_of,
+    make_shards,
+    on_cpu,
+    warn_of_idle_ranks,
+)
 from reconbound.training.rows import DatasetRows, as_rows, record_count, row_counts
 from reconbound.training.sampling import (
     Shard,
@@ -42,7 +50,6 @@ from reconbound.training.sampling import (
     with_gaps,
 )
 from reconbound.training.settings import Callback, Fault, Settings, reset_parameters
-from reconbound.training.shards import compute_shards, grid_of, make_shards, warn_of_idle_ranks
 from reconbound.training.step import Kept, LossFn, Measurer, StepWork
 from reconbound.validate.model import ReconboundWarning
 

@@ -20,8 +20,8 @@ from reconbound.fisher import ProbeOptions, StepInformation, clipped_gradient_su
 from reconbound.fisher.probes import draw_input_probes, draw_probes
 from reconbound.fisher.sums import ClippedSum
 from reconbound.fisher.worlds import StepDistances, changed_batch, step_distances
-from reconbound.training.finite import all_finite
 from reconbound.training.noise import Release, keys_for
+from reconbound.training.settings import all_finite
 from reconbound.training.static import WHOLE, Found, Near, Rows, StaticWork
 from reconbound.validate.private import Problem, as_private, private_part
 

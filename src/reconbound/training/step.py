@@ -27,11 +27,10 @@ from reconbound.data.dataset import describe_copies, find_copies
 from reconbound.fisher import Private, StepInformation
 from reconbound.fisher.sums import ClippedSum, methods_that_pass
 from reconbound.fisher.worlds import StepDistances, World, step_distances
-from reconbound.training.finite import STEPS, FiniteChecks, all_finite, largest_parameter
 from reconbound.training.noise import Release, record_losses
 from reconbound.training.rows import DatasetRows, record_count
 from reconbound.training.sampling import WHOLE, Shard, within
-from reconbound.training.settings import Fault, Settings
+from reconbound.training.settings import STEPS, Fault, FiniteChecks, Settings, all_finite, largest_parameter
 from reconbound.training.static_step import Moment, StaticStep, Summed
 from reconbound.validate import ModelError, check_batch, check_clipping
 from reconbound.validate.model import known_caveats
