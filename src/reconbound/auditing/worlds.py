@@ -72,7 +72,11 @@ def worlds_of(dataset: Dataset) -> dict[str, AuditWorld]:
     if not parts:
         raise InputError("private", "must name a column: nothing is protected otherwise", dataset.name)
     names = world_names(parts)
-    found = {names[column]: _column_world(dataset, parts[column]) for column in list(parts)[:MOST_WORLDS]}
+    found = {}
+    for column, own in list(parts.items())[:MOST_WORLDS]:
+        first = dataset.features[own[0]]
+        kind, reference = (CATEGORY, "an empty cell") if first.category else ("column", _middle(first))
+        found[names[column]] = AuditWorld(kind, _replacement(dataset, own), reference)
     if len(parts) == 1:
         return found
     together = np.concatenate(list(parts.values()))
@@ -106,12 +110,6 @@ def world_names(columns: Iterable[str]) -> dict[str, str]:
         names[column] = name
         taken.add(name)
     return names
-
-
-def _column_world(dataset: Dataset, places: np.ndarray) -> AuditWorld:
-    first = dataset.features[places[0]]
-    kind, reference = (CATEGORY, "an empty cell") if first.category else ("column", _middle(first))
-    return AuditWorld(kind, _replacement(dataset, places), reference)
 
 
 def _replacement(dataset: Dataset, places: np.ndarray) -> Replacement:

@@ -112,7 +112,7 @@ class StepInformation:
 
 
 def join(parts: Sequence[StepInformation]) -> StepInformation:
-    """Returns the result of a batch from those of its micro-batches."""
+    """Returns the information about the records of several parts; facts about the mechanism are those of the first."""
     if len(parts) == 1:
         return parts[0]
     values: dict[str, Any] = {}

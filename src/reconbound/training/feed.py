@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from reconbound._internal.rng import derive
 from reconbound.accounting.accountant import FisherAccountant
 from reconbound.accounting.spec import Account
-from reconbound.fisher import StepInformation
+from reconbound.fisher.step import StepInformation, join
 from reconbound.fisher.worlds import REMOVED
 from reconbound.training.ranks import TrainingError
 from reconbound.training.step import Measured, Measurer, StepWork
@@ -129,12 +129,5 @@ def joined_measurements(parts: Sequence[Measured[StepInformation]]) -> list[Meas
         if len(group) == 1 or more or (stratified and len(records.unique()) < len(records)):
             found += group
         else:
-            found.append(Measured(records, _joined_information([one.found for one in group]), weight, stratified))
+            found.append(Measured(records, join([one.found for one in group]), weight, stratified))
     return found
-
-
-def _joined_information(parts: Sequence[StepInformation]) -> StepInformation:
-    """Returns the information about the records of several parts; facts about the mechanism are those of the first."""
-    values = {f.name: [getattr(part, f.name) for part in parts] for f in fields(StepInformation)}
-    whole: Any = {name: torch.cat(each) for name, each in values.items() if isinstance(each[0], Tensor)}
-    return replace(parts[0], **whole)

@@ -30,15 +30,7 @@ from reconbound.training import checkpoint as checkpoints
 from reconbound.training import noise as noises
 from reconbound.training import settings as given
 from reconbound.training.feed import Feed, NoLedger, make_feed
-from reconbound.training.ranks import (
-    Ranks,
-    TrainingError,
-    compute_shards,
-    grid_of,
-    make_shards,
-    on_cpu,
-    warn_of_idle_ranks,
-)
+from reconbound.training.ranks import Ranks, TrainingError, compute_shards, grid_of, make_shards, on_cpu, warn_of_idle
 from reconbound.training.rows import DatasetRows, as_rows, record_count, row_counts
 from reconbound.training.sampling import (
     Shard,
@@ -390,7 +382,7 @@ class PrivateSGD:
                 place = self.folder
                 self.ranks.from_first(lambda: stack.enter_context(checkpoints.lock_folder(place)))
                 self._resume(self.folder)
-            warn_of_idle_ranks(self.shards, self.ranks)
+            warn_of_idle(self.shards, self.ranks)
             if done:
                 given.warn_of_end(kind, self.steps)
             what = f"training, {runs} run{'s' if runs > 1 else ''}"

@@ -286,7 +286,7 @@ def grid_of(settings: Settings, records: int) -> float:
     return math.ldexp(1.0, math.frexp(largest)[1] - _BITS)
 
 
-def warn_of_idle_ranks(shards: Sequence[Shard], ranks: Ranks) -> None:
+def warn_of_idle(shards: Sequence[Shard], ranks: Ranks) -> None:
     """Warns on the first rank where there are more ranks than shards."""
     idle = ranks.size - len(shards)
     if idle > 0 and ranks.rank == 0:

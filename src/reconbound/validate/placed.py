@@ -54,7 +54,12 @@ class Placed:
             if shaken:
                 p += _SHAKEN * (p.abs().mean() + _SHAKEN) * drawn_like(p, generator)
             p.requires_grad_()
-        self.z, self.features = self._private_part(few, dtype)
+        if self.private is None:
+            self.z: list[Tensor] = [x for x in tree_leaves(self.inputs) if _is_float(x)]
+            self.features: list[Tensor | None] = [None] * len(self.z)
+        else:
+            part = converted(private_part(Problem(model, loss_fn, self.private), *few), dtype)
+            self.z, self.features = [part], [feature_mask(self.private, part)]
         self.largest_output = 0.0
 
     def losses(self, z: list[Tensor]) -> Tensor:
@@ -84,13 +89,6 @@ class Placed:
         return self.chosen(
             [(s + 1e-3 * x.abs().mean() + 1e-3) * drawn_like(x, generator) for s, x in zip(sizes, self.z, strict=True)]
         )
-
-    def _private_part(self, few: Any, dtype: torch.dtype | None) -> tuple[list[Tensor], list[Tensor | None]]:
-        if self.private is None:
-            z = [x for x in tree_leaves(self.inputs) if _is_float(x)]
-            return z, [None] * len(z)
-        part = converted(private_part(Problem(self.model, self.loss_fn, self.private), *few), dtype)
-        return [part], [feature_mask(self.private, part)]
 
 
 def _largest(outputs: Any) -> float:
