@@ -72,7 +72,7 @@ class WorldDivergences:
             baseline: κ, the chance in the other world.
         """
         chance = number("baseline", baseline, at_least=0.0, at_most=1.0)
-        return float(mechanism_success(self.account, chance, removed=self.removed))
+        return mechanism_success(self.account, chance, removed=self.removed)
 
     def max_success(self, baseline: float) -> Bound:
         """Returns p_max of each record, the largest chance that an attack succeeds, (N,): ledger or mechanism.
@@ -258,15 +258,27 @@ def largest_divergence(account: Account, *, removed: bool) -> float:
     return float(mechanism.steps * pair_kl_bound(m, m, -m * m, rate, sampler=sampler))
 
 
-def mechanism_success(account: Account, baseline: Any, *, removed: bool) -> Any:
+@lru_cache(maxsize=256)
+def mechanism_success(account: Account, baseline: float, *, removed: bool) -> float:
     """Returns the largest chance of success that the mechanism allows, whatever the data.
 
     Args:
         account: the mechanism.
-        baseline: κ, the chance in the other world: one number, or an array, which takes about the time of one.
+        baseline: κ, the chance in the other world.
         removed: as in `largest_divergence`.
     """
-    return account.mechanism().rero(baseline, ADD_REMOVE if removed else REPLACE_ONE)
+    return float(mechanism_successes(account, baseline, removed=removed))
+
+
+def mechanism_successes(account: Account, baselines: Any, *, removed: bool) -> np.ndarray:
+    """Returns `mechanism_success` for an array of chances in the other world, in about the time of one.
+
+    Args:
+        account: the mechanism.
+        baselines: κ, one number or an array.
+        removed: as in `largest_divergence`.
+    """
+    return np.asarray(account.mechanism().rero(baselines, ADD_REMOVE if removed else REPLACE_ONE))
 
 
 @lru_cache(maxsize=64)

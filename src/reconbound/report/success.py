@@ -15,6 +15,7 @@ from reconbound.accounting.divergence_queries import (
     WorldDivergences,
     largest_divergence,
     mechanism_success,
+    mechanism_successes,
 )
 from reconbound.accounting.feature_ledger import average_floor
 from reconbound.bounds import success_estimate, success_from_kl
@@ -161,7 +162,7 @@ class Success:
             world: the other world.
             baselines: κ, (K,).
         """
-        return np.asarray(mechanism_success(self._account, baselines, removed=self.towards(world).removed))
+        return mechanism_successes(self._account, baselines, removed=self.towards(world).removed)
 
     def with_twice_the_noise(self, world: World, baseline: float = SHOWN) -> float:
         """Returns the largest chance of success that the mechanism would allow with twice its noise.
@@ -171,7 +172,7 @@ class Success:
             baseline: κ.
         """
         more = replace(self._account, noise_multiplier=2 * self._account.noise_multiplier)
-        return float(mechanism_success(more, baseline, removed=world.kind == "removed"))
+        return mechanism_success(more, baseline, removed=world.kind == "removed")
 
     def estimated(self, world: World, baseline: float = SHOWN) -> np.ndarray:
         """Returns for which records the chance is an estimate, (N,): neither at a confidence limit nor the mechanism's.
