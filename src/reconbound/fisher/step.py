@@ -27,7 +27,7 @@ from reconbound.fisher import options as given
 from reconbound.fisher.clipping import Clip, Clipping
 from reconbound.fisher.passes.products import squares, zero_sums
 from reconbound.fisher.probes import Basis, draw_input_probes, draw_probes
-from reconbound.fisher.sums import Pass, as_present, has_flat_record, open_pass
+from reconbound.fisher.sums import Pass, as_present, has_flat_record, micro_batches, open_pass
 from reconbound.validate import private as problems
 from reconbound.validate.jumps import check_jumps_once
 from reconbound.validate.model import NOT_CHECKED, known_caveats
@@ -212,14 +212,14 @@ def step_information(
         plan = _Plan(setting, options, drawn, features, start)
         present = None if options.mask is None else as_present(options.mask, z)
         sloped = options.probes_inputs and probes.deflate > 1
-        parts: list[StepInformation] = []
-        rows, check, method = slice(0, 0), not options.checked, options.method
-        while rows.stop < records:
-            rows = slice(rows.stop, min(records, rows.stop + (options.micro_batch or records)))
+        slices, parts = list(micro_batches(records, options.micro_batch)), list[StepInformation]()
+        check, method = not options.checked, options.method
+        while len(parts) < len(slices):  # all are measured by one method, found on the first rows
+            rows = slices[len(parts)]
             batch = problems.batch_rows((z, inputs, targets), rows)
             work = open_pass(problem, batch, method, check=check, sloped=sloped)
             if parts and work.method not in ("layers", method):  # only now it shows that records are mixed
-                parts, rows, check, method = [], slice(0, 0), not options.checked, work.method
+                parts, check, method = [], not options.checked, work.method
                 continue
             try:
                 parts.append(_measure(work, plan, None if present is None else present[rows]))
