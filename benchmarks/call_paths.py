@@ -54,7 +54,7 @@ class Trace:
             self.functions.add(code)
             self._stack.append(code)
             if len(self._stack) > len(self.deepest):
-                self.deepest = [f"{module_of(called)} {called.co_qualname}" for called in self._stack]
+                self.deepest = [f"{module_of(called)} {named(called)}" for called in self._stack]
         elif event == "return" and self._stack:
             self._stack.pop()
 
@@ -66,6 +66,10 @@ class Trace:
 
 def module_of(code: CodeType) -> str:
     return str(Path(code.co_filename).relative_to(PACKAGE))
+
+
+def named(code: CodeType) -> str:
+    return getattr(code, "co_qualname", code.co_name)  # the name within its class: from Python 3.11 on
 
 
 def learner() -> PrivateSGD:
