@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from reconbound._internal.checks import LARGEST, InputError, matrix, number, numbers, whole
-from reconbound.bounds.bound import Bound, divergence, from_log, log_expm1, mean_coordinates
-from reconbound.bounds.data_space import box
+from reconbound.bounds.bound import Bound, box, divergence, from_log, log_expm1, mean_coordinates
 
 REPLACE_ONE = "replace-one"
 LOCAL = "Fisher information at the record"

@@ -13,8 +13,7 @@ from scipy.optimize import brentq
 from reconbound._internal.checks import InputError, choice, number
 from reconbound._internal.formatting import format_noise, format_number, round_to
 from reconbound.bounds import Bound
-from reconbound.bounds.bound import NOT_PROVED
-from reconbound.bounds.data_space import data_space
+from reconbound.bounds.bound import NOT_PROVED, data_space
 from reconbound.mechanisms import ADJACENCIES, REPLACE_ONE, OutputPerturbation, SampledGaussian
 from reconbound.mechanisms.guarantee import floor, floor_on
 

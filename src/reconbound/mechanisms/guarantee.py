@@ -10,7 +10,7 @@ from typing import Any
 from reconbound._internal.checks import InputError, choice, number
 from reconbound._internal.formatting import format_floor, format_limit
 from reconbound.bounds import Bound, ball_floor, corners, lecam, lecam_unbiased, rate_distortion, theorem1
-from reconbound.bounds.data_space import DataSpace, data_space
+from reconbound.bounds.bound import DataSpace, data_space
 from reconbound.mechanisms import ADD_REMOVE, REPLACE_ONE, Mechanism, as_mechanism
 from reconbound.mechanisms.base import BLIND, Protection
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from reconbound._internal.checks import InputError, file_path, warn_user, whole
-from reconbound._internal.progress import progress_bar
+from reconbound._internal.formatting import progress_bar
 from reconbound._internal.rng import GUESSABLE, derive, new_seed, seed_warning, seeded
 from reconbound.accounting.accountant import FisherAccountant
 from reconbound.accounting.measurement_plan import Plans

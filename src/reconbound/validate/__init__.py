@@ -18,10 +18,15 @@ from reconbound._internal.opacus_hooks import without_hooks
 from reconbound._internal.rng import random_states_kept
 from reconbound.validate import model as models
 from reconbound.validate import watch
-from reconbound.validate.derivatives import check_derivatives, check_differences, math_attention
+from reconbound.validate.derivatives import (
+    check_derivatives,
+    check_differences,
+    math_attention,
+    place_precisely,
+    without_autocast,
+)
 from reconbound.validate.jumps import check_events, check_gaps, check_rounding
 from reconbound.validate.model import KinkWarning, ModelError, ReconboundWarning, check_finite, check_tensors
-from reconbound.validate.placed import place_precisely, without_autocast
 from reconbound.validate.private import Private, as_private, uncovered_caveats, warn_uncovered
 
 __all__ = [
