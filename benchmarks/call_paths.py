@@ -2,7 +2,7 @@
 
 repeat is PrivateSGD.repeat, create is PrivateSGD(...), which checks model and data; the others are commands.
 
-python benchmarks/call_paths.py [--modules] [repeat create audit sweep]"""
+python benchmarks/call_paths.py [--modules] [--deepest] [repeat create audit sweep]"""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class Trace:
 
     def __init__(self) -> None:
         self.functions: set[CodeType] = set()
-        self.levels = self._level = 0
+        self.deepest: list[str] = []
+        self._stack: list[CodeType] = []
         self._own: dict[CodeType, bool] = {}
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
@@ -51,15 +52,24 @@ class Trace:
             return
         if event == "call":
             self.functions.add(code)
-            self._level += 1
-            self.levels = max(self.levels, self._level)
-        elif event == "return":
-            self._level -= 1
+            self._stack.append(code)
+            if len(self._stack) > len(self.deepest):
+                self.deepest = [f"{module_of(called)} {named(called)}" for called in self._stack]
+        elif event == "return" and self._stack:
+            self._stack.pop()
 
     @property
     def modules(self) -> Counter[str]:
         """The number of functions called, by module."""
-        return Counter(str(Path(code.co_filename).relative_to(PACKAGE)) for code in self.functions)
+        return Counter(map(module_of, self.functions))
+
+
+def module_of(code: CodeType) -> str:
+    return str(Path(code.co_filename).relative_to(PACKAGE))
+
+
+def named(code: CodeType) -> str:
+    return getattr(code, "co_qualname", code.co_name)  # the name within its class: from Python 3.11 on
 
 
 def learner() -> PrivateSGD:
@@ -115,11 +125,16 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("paths", nargs="*", metavar="path", help=f"of {', '.join(PATHS)}; all when left out")
     parser.add_argument("--modules", action="store_true", help="list the modules, with the functions called of each")
+    parser.add_argument(
+        "--deepest", action="store_true", help="list the functions of the deepest stack, outermost first"
+    )
     asked = parser.parse_args()
     print("path    functions  modules  levels")
     for name in asked.paths or PATHS:
         found = trace(PATHS[name])
-        print(f"{name:8}{len(found.functions):9}{len(found.modules):9}{found.levels:8}", flush=True)
+        print(f"{name:8}{len(found.functions):9}{len(found.modules):9}{len(found.deepest):8}", flush=True)
         if asked.modules:
             for module, count in sorted(found.modules.items()):
                 print(f"    {count:3} {module}")
+        if asked.deepest:
+            print(*(f"    {called}" for called in found.deepest), sep="\n")

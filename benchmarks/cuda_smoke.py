@@ -109,7 +109,7 @@ def generators() -> None:
 
 def commands() -> None:
     """audit and sweep, also --together, as a user calls them: on this GPU without being asked to."""
-    from reconbound.cli.app import main as command
+    from reconbound.__main__ import main as command
 
     with tempfile.TemporaryDirectory() as folder:
         calls = [

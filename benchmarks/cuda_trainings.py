@@ -68,6 +68,8 @@ def learner_of(network, x, y, settings, *, fixed=True, kind=PrivateSGD, **option
     one = kind(network().cuda().to(x.dtype), losses, x, y, settings, progress=False, **options)
     if not fixed:
         one.measurer.static = None
+    elif kind is not PrivateSGD and one.measurer.static is not None:
+        one.measurer.static.release = None  # graphs do not know another noise
     return one
 
 
@@ -92,9 +94,9 @@ def replayed() -> None:
             batch = both[0].sampler.batch(7, step)
             sums = [one.measurer.gradient_sum(batch)[0] for one in both]
             draws = [torch.Generator("cuda").manual_seed(step) for _ in both]
-            same = [one.measurer.information_and_sum(batch, draw) for one, draw in zip(both, draws, strict=True)]
+            same = [one.measurer.information(batch, draw) for one, draw in zip(both, draws, strict=True)]
             found = [each for each, _ in same]
-            pairs = {"sum": sums, "sum of the same pass": [total for _, total in same]}
+            pairs = {"sum": sums, "sum of the same pass": [summed.total for _, summed in same]}
             for field in ("norm", "across", "along", "clipped_norm", "trace"):
                 pairs[field] = [getattr(each, field) for each in found]
             for what, (a, b) in pairs.items():

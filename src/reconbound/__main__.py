@@ -4,6 +4,7 @@ While modules load, a stop ends the process on the spot: an interrupt that is ra
 by it, or leave a module half made. Once a command runs, it is an exception that the command answers.
 """
 
+import io
 import os
 import signal
 import sys
@@ -19,21 +20,30 @@ def main() -> None:
     ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not one that was told to ignore it
     if ours:
         signal.signal(signal.SIGINT, _stopped)
-    from reconbound.cli import app as cli
+    from reconbound.cli.app import run
 
     if ours:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        cli.main()
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")  # a terminal without ± and ε shows question marks
+        try:
+            status = run()
+            sys.stdout.flush()
+        except OSError as error:  # the reader went away, or the disk is full
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit is quiet
+            if not isinstance(error, BrokenPipeError):
+                print(f"reconbound: cannot write: {error.strerror}", file=sys.stderr)
+            status = 1
     except KeyboardInterrupt:  # between a command and the end
         _stopped(signal.SIGINT, None)
-    except SystemExit as stop:
-        if ours:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said
-        if stop.code == 130:  # Python would end by the signal instead if it went through code that was run from text
-            sys.stderr.flush()
-            os._exit(130)
-        raise
+    if ours:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said
+    if status == 130:  # Python would end by the signal instead if it went through code that was run from text
+        sys.stderr.flush()
+        os._exit(130)
+    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -285,7 +285,7 @@ def test_norms_beside_information_would_count_twice() -> None:
     one = learner(progress=False)
     one.fit(1)
     ledger = FisherAccountant(account(records=RECORDS, clip="smooth", max_grad_norm=1.0))
-    found = one.measurer.information(torch.arange(2), torch.Generator().manual_seed(0))
+    found, _ = one.measurer.information(torch.arange(2), torch.Generator().manual_seed(0))
     ledger.account = account(records=RECORDS, clip="smooth")
     ledger.add([0, 1], found)
     assert bool((ledger.divergence()[:2] > 0).all())

@@ -280,7 +280,7 @@ def test_show_names_secrecy_and_next_command(done: Path, capsys: pytest.CaptureF
 def test_narrow_ascii_terminal(done: Path) -> None:
     record = int(read_leakage(done).kept[0])
     script = f"import sys; sys.argv = ['reconbound', 'show', {str(done)!r}, '--record', '{record}']; "
-    script += "from reconbound.cli.app import main; main()"
+    script += "from reconbound.__main__ import main; main()"
     source = str(Path(__file__).resolve().parents[2] / "src")
     environment = {"PATH": "", "PYTHONPATH": source, "PYTHONIOENCODING": "ascii", "LC_ALL": "C", "COLUMNS": "30"}
     shown = subprocess.run(

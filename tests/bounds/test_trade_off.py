@@ -9,7 +9,7 @@ import pytest
 from scipy.stats import norm
 
 from reconbound._internal.checks import InputError
-from reconbound.bounds.renyi_trade_off import ChiSquareTradeOff, RenyiTradeOff
+from reconbound.bounds.divergence_success import ChiSquareTradeOff, RenyiTradeOff
 from reconbound.bounds.trade_off import DPTradeOff, GaussianTradeOff, Least, ProfileTradeOff, Worst
 
 FPRS = np.concatenate([10.0 ** -np.arange(1.0, 11.0), np.linspace(0, 1, 41)])

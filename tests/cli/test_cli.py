@@ -23,7 +23,7 @@ VENDOR = ["--epsilon", "3", "--delta", "1e-6", "--adjacency", "add/remove"]
 def process(*arguments, **environment):
     """The same in a process of its own, as a user would."""
     return subprocess.run(
-        [sys.executable, "-m", "reconbound.cli.app", *arguments],
+        [sys.executable, "-m", "reconbound", *arguments],
         capture_output=True,
         text=True,
         encoding=environment.get("PYTHONIOENCODING", "utf-8"),
@@ -380,7 +380,7 @@ def test_ascii_terminal(encoding, command):
 def test_full_disk_is_one_line(form):
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "reconbound.cli.app", "bound", "--epsilon", "1", *form],
+            [sys.executable, "-m", "reconbound", "bound", "--epsilon", "1", *form],
             stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
         )  # fmt: skip
     assert done.returncode == 1

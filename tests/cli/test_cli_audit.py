@@ -309,7 +309,7 @@ def _listen_to_the_keyboard() -> None:
 @pytest.mark.slow
 def test_stopping_from_the_keyboard(tmp_path) -> None:
     """SIGINT while it trains: one line, status 130, and the same command goes on."""
-    words = [sys.executable, "-m", "reconbound.cli.app", "audit", "--limit", "60", *QUICK, "--quiet", "--out", "out"]
+    words = [sys.executable, "-m", "reconbound", "audit", "--limit", "60", *QUICK, "--quiet", "--out", "out"]
     words[words.index("4")] = "100000"
     source = Path(__file__).resolve().parents[2] / "src"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(source), os.environ.get("PYTHONPATH", "")])}

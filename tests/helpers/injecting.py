@@ -119,7 +119,7 @@ def ended(words: list[str]) -> Ended:
         warnings.simplefilter("ignore")
         try:
             status: int | None = cli.run(words)
-        except OSError as reason:  # cli.main says this one
+        except OSError as reason:  # __main__ says this one
             status = 1
             err.write(f"reconbound: cannot write: {reason}\n")
         except Exception:

@@ -134,7 +134,7 @@ def test_our_self_composition_is_dp_accountings(m, q, steps, relation):
             1 / m, value_discretization_interval=1e-2, sampling_prob=q, neighboring_relation=relation
         )
         theirs = privacy_loss.directions(one.self_compose(steps))
-    ours = privacy_loss.directions(privacy_loss.repeated(one, steps))
+    ours = privacy_loss.directions(privacy_loss.composed([(one, steps)]))
     assert len(ours) == len(theirs)
     for (losses, mass, infinite), (losses_2, mass_2, infinite_2) in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(losses, losses_2, atol=1e-12)

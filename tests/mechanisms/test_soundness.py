@@ -12,7 +12,7 @@ from scipy.stats import norm
 from reconbound import floor, guarantee
 from reconbound._internal.checks import InputError
 from reconbound.bounds import ball_floor
-from reconbound.bounds.data_space import data_space
+from reconbound.bounds.bound import data_space
 from reconbound.cli import app as cli
 from reconbound.linear import Softmax, minimise
 from reconbound.mechanisms import DP, PLD, OutputPerturbation, RenyiDP, SampledGaussian, as_mechanism

@@ -19,10 +19,19 @@ from many_ranks import PATIENCE, ends_of_ranks, on_ranks
 from reconbound import audit
 from reconbound._internal.checks import InputError
 from reconbound.training.checkpoint import CheckpointError
-from reconbound.training.ranks import Ranks, TrainingError, _group_of_cpu, _time_limit, refuse_several
+from reconbound.training.ranks import (
+    Ranks,
+    TrainingError,
+    _group_of_cpu,
+    _time_limit,
+    check_apart,
+    compute_shards,
+    grid_of,
+    make_shards,
+    refuse_several,
+)
 from reconbound.training.sampling import Poisson, Shard
 from reconbound.training.settings import Settings
-from reconbound.training.shards import check_apart, compute_shards, grid_of, make_shards
 from reconbound.training.step import StepWork
 
 on_several = pytest.mark.parametrize("size", [2, 4])
@@ -186,10 +195,10 @@ def test_sums_of_shards_do_not_depend_on_their_order() -> None:
     zeros, grid = partial(torch.zeros, 2000), grid_of(settings, 100)
 
     def total(order: list[int]) -> torch.Tensor:
-        def compute(shard: Shard) -> tuple[torch.Tensor, StepWork]:
-            return torch.arange(*shard.span), StepWork(parts[order[shard.number]], torch.zeros(0))  # type: ignore[misc]
+        def compute(shard: Shard) -> StepWork:
+            return StepWork(torch.arange(*shard.span), parts[order[shard.number]], torch.zeros(0))  # type: ignore[misc]
 
-        return compute_shards(make_shards(100, 7), Ranks(), zeros, grid, compute)[1].total
+        return compute_shards(make_shards(100, 7), Ranks(), zeros, grid, compute).total
 
     one, other = total(list(range(7))), total([6, 2, 4, 0, 5, 3, 1])
     assert torch.equal(one, other)

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 
 from learning import CLASSES, FEATURES, SameNoise, data, learner, network, same_state
 from reconbound.fisher.worlds import Replacement
-from reconbound.training import noise, static
+from reconbound.training import noise, settings, static
 from reconbound.training.feed import joined_measurements
-from reconbound.training.finite import FiniteChecks
 from reconbound.training.private_sgd import PrivateSGD, TrainingError
 from reconbound.training.sampling import FixedSize, Poisson, ShuffledEpochs, padded_sizes
-from reconbound.training.settings import Callback
+from reconbound.training.settings import Callback, FiniteChecks
 from reconbound.training.static import Rows, StaticWork, differ
 from reconbound.training.static_step import StaticStep
 from reconbound.training.step import Measured
@@ -347,7 +346,7 @@ def test_a_ledger_that_is_fed_some_steps_later_is_the_same(case: str) -> None:
 def test_only_measurements_of_distinct_records_in_blocks_are_joined() -> None:
     one = learner(network().double(), records=wide())
     groups = [torch.tensor(own) for own in ([0, 1], [2, 5, 3], [1, 4], [6])]
-    found = [one.measurer.information(own, torch.Generator().manual_seed(1)) for own in groups]
+    found = [one.measurer.information(own, torch.Generator().manual_seed(1))[0] for own in groups]
     parts = [Measured(own, each, 2.0, True) for own, each in zip(groups, found, strict=True)]
     (joined,) = joined_measurements(parts[:2])
     assert joined.records.tolist() == [0, 1, 2, 5, 3]
@@ -371,15 +370,21 @@ def releasing(case: str, monkeypatch: pytest.MonkeyPatch, kind: type[noise.Relea
     for work in (one.measurer.static._sums, one.measurer.static._informed):
         if work is not None:
             work.graphs = True
-    own, found = one._noisy_step, list[Any]()
+    compute, set_gradients, found = one._compute, settings.set_gradients, list[Any]()
 
-    def kept() -> Any:
-        batch, work, flat = own()
-        found.append((one.run_seed, one.step, work.total.clone(), flat.clone(), work.released is not None))
-        return batch, work, flat
+    def computed(shard: Any) -> Any:
+        work = compute(shard)
+        found.append([one.run_seed, one.step, work.total.clone(), None, work.released is not None])
+        return work
 
-    monkeypatch.setattr(one, "_noisy_step", kept)
-    one.fit(STEPS)
+    def taken(params: Any, flat: torch.Tensor) -> None:
+        found[-1][3] = flat.clone()
+        set_gradients(params, flat)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one, "_compute", computed)
+        patch.setattr(settings, "set_gradients", taken)
+        one.fit(STEPS)
     for run_seed, step, total, flat, _ in found:
         noisy = total + one.settings.noise * noise.draw_without_waiting(total, run_seed, step)
         assert torch.equal(flat, noisy / one.sampler.divisor), step

@@ -3,11 +3,16 @@
 A lower bound (a floor, the least error of an attacker) is rounded down. An upper bound (ε, δ, the chance of an attack,
 an advantage, the error of a guess) and a smallest noise are rounded up. Everything else is rounded to the nearest.
 "Down" and "up" are exact: a text that is read back with float() is never on the wrong side of the number.
+
+The progress bar of a terminal is here too.
 """
 
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Context, Decimal
 from typing import Literal
 
@@ -114,3 +119,28 @@ def format_duration(seconds: float) -> str:
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+@contextmanager
+def progress_bar(total: int, done: int, wanted: bool, what: str) -> Iterator[Callable[[int], None]]:
+    """Provides a function to call at every step; it draws only if wanted, and only on a terminal.
+
+    Args:
+        total: the number of steps.
+        done: the number of steps done already.
+        wanted: whether to draw.
+        what: the label of the bar.
+    """
+    if not wanted or not sys.stderr.isatty():
+        yield lambda n: None
+        return
+    from reconbound._internal.rng import random_states_kept
+
+    with random_states_kept():  # loading rich draws from Python's generator
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(what, total=total, completed=done)
+        yield lambda n: progress.advance(task, n)

@@ -16,14 +16,18 @@ _R = TypeVar("_R")
 
 
 @contextmanager
-def without_hooks(model: nn.Module) -> Iterator[None]:
+def without_hooks(model: Any) -> Iterator[None]:
     """Removes, for the block, the hooks by which Opacus keeps per-record gradients.
 
     They would keep those of our passes too, and fail on second derivatives.
 
     Args:
-        model: the wrapper, the network inside, or the network as it was before.
+        model: the wrapper, the network inside, or the network as it was before. Nothing is done with what is no model:
+            whoever uses it reports the error.
     """
+    if not isinstance(model, nn.Module):
+        yield
+        return
     if type(model).__name__ == "GradSampleModuleExpandedWeights":
         raise InputError(
             "model",
@@ -53,9 +57,7 @@ def unhooked(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        model = args[0] if args else kwargs.get("model")
-        if not isinstance(model, nn.Module):  # the function itself reports the error
-            return function(*args, **kwargs)
+        model: Any = args[0] if args else kwargs.get("model")
         with without_hooks(model):
             return function(*args, **kwargs)
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from reconbound._internal.checks import flag, number, warn_user, whole
 from reconbound.accounting import confidence as floors
 from reconbound.accounting import summaries
-from reconbound.accounting.checks import check_space
 from reconbound.accounting.compact import parts_of
 from reconbound.accounting.confidence import (
     Estimates,
@@ -28,7 +27,7 @@ from reconbound.accounting.confidence import (
 )
 from reconbound.accounting.feature_ledger import Chosen
 from reconbound.accounting.measured_runs import MeasuredRuns
-from reconbound.accounting.spec import Account
+from reconbound.accounting.spec import Account, check_space
 from reconbound.bounds import Bound
 from reconbound.data.dataset import checked_rows
 from reconbound.fisher.worlds import REMOVED

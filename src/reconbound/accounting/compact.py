@@ -210,3 +210,15 @@ def largest(values: Callable[[slice], Tensor], records: int, k: int) -> tuple[Te
         order = torch.argsort(best, descending=True, stable=True)[:k]
         best, rows = best[order], rows[order]
     return best, rows
+
+
+def send(values: Tensor, device: torch.device) -> Tensor:
+    """Returns the values on the device. A copy from main memory to a GPU is made while Python goes on.
+
+    Args:
+        values: where they are; not to be changed afterwards if they are in pinned memory.
+        device: where they are needed.
+    """
+    if device.type == "cuda" and values.device.type == "cpu":  # from pageable memory it would wait for the device
+        return values.pin_memory().to(device, non_blocking=True)
+    return values.to(device)

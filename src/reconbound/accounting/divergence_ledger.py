@@ -17,15 +17,13 @@ import torch
 from torch import Tensor
 
 from reconbound._internal.checks import InputError, choice, whole
-from reconbound._internal.devices import send
 from reconbound._internal.formatting import format_percent
 from reconbound.accounting import compact, summaries
-from reconbound.accounting.checks import check_clipped, check_mechanism
-from reconbound.accounting.compact import add_at, add_count, parts_of, rounded_up
+from reconbound.accounting.compact import add_at, add_count, parts_of, rounded_up, send
 from reconbound.accounting.confidence import Estimates, Spread, median_of, spread_of, upper_limit
 from reconbound.accounting.divergence_queries import WorldDivergences, largest_divergence
 from reconbound.accounting.ledger import Ledger, add_variance, covered_steps, covers_all
-from reconbound.accounting.spec import Account
+from reconbound.accounting.spec import Account, check_clipped, check_mechanism
 from reconbound.divergences import poisson_kl, poisson_pair_kl
 from reconbound.fisher.worlds import REMOVED, StepDistances
 

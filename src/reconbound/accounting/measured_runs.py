@@ -14,19 +14,22 @@ import torch
 from torch import Tensor
 
 from reconbound._internal.checks import InputError, choice, flag, warn_user, whole
-from reconbound._internal.devices import send
-from reconbound.accounting.checks import (
-    Fingerprints,
-    check_information,
-    checked_norms,
-    checked_records,
-    checked_weight,
-)
+from reconbound.accounting.compact import send
 from reconbound.accounting.divergence_ledger import DivergenceLedger
 from reconbound.accounting.feature_ledger import Diagonal, FeatureLedger
 from reconbound.accounting.joining import add_records, check_joinable
 from reconbound.accounting.record_ledger import RecordLedger
-from reconbound.accounting.spec import Account, checked_counts, checked_device, checked_scale
+from reconbound.accounting.spec import (
+    Account,
+    Fingerprints,
+    check_information,
+    checked_counts,
+    checked_device,
+    checked_norms,
+    checked_records,
+    checked_scale,
+    checked_weight,
+)
 from reconbound.accounting.storage import load_ledger, opened_ledger, save_ledger
 from reconbound.fisher import StepInformation
 from reconbound.fisher.worlds import StepDistances

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from reconbound._internal.checks import InputError, whole
-from reconbound._internal.formatting import format_floor, format_number
-from reconbound._internal.progress import progress_bar
+from reconbound._internal.formatting import format_floor, format_number, progress_bar
 from reconbound._internal.rng import derive, new_seed
 from reconbound.attacks.glm import BIASED
 from reconbound.attacks.knowledge import LossFn, SGDKnowledge, transcript_of

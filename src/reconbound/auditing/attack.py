@@ -16,7 +16,7 @@ from torch import Tensor
 
 from reconbound import __version__
 from reconbound._internal.checks import InputError, choice, whole
-from reconbound._internal.progress import progress_bar
+from reconbound._internal.formatting import progress_bar
 from reconbound._internal.rng import new_seed, numbers_of, random_states_kept
 from reconbound.attacks.sandwich import Plan, Stated, Target, attack_records, pieces_of, with_family_confidence
 from reconbound.attacks.trainings import Training

@@ -68,7 +68,8 @@ class Snapshots(Callback):
             return None
         found: dict[str, float] = {}
         if learner.accountant.account.kept_rules:
-            dfil = learner.accountant.estimates(at=_spread_records(learner.records)).mean
+            apart = learner.records // SHOWN if learner.records > MANY else 1  # about SHOWN of the records
+            dfil = learner.accountant.estimates(at=slice(None, None, apart)).mean
             found = {
                 "largest": float(dfil.max()),
                 "high": float(torch.quantile(dfil, 0.99)),
@@ -164,7 +165,7 @@ class SnapshotMeasurements:
                     self._put_back(run, step)
                     for k, part in enumerate(places.split(at_once)):
                         probe = torch_stream(seed, f"{name} {k}", step, learner.device)
-                        found = measurer.information(records[part], probe)
+                        found, _ = measurer.information(records[part], probe)
                         ledger.add(part, found, weight=weight * account.sample_rate, stratified=True)
                 ledger.finish_run()
         finally:
@@ -291,11 +292,6 @@ def shown_records(ledger: FisherAccountant, *others: Tensor | None) -> Tensor | 
 def _places(records: Tensor, rows: Tensor) -> Tensor:
     """Returns the places of records among those that are shown, in order."""
     return torch.searchsorted(rows, records)
-
-
-def _spread_records(records: int) -> slice:
-    """Returns evenly spread records, about SHOWN where they are more than MANY: otherwise all."""
-    return slice(None, None, records // SHOWN if records > MANY else 1)
 
 
 def divergences_of(ledger: DivergenceLedger, at: Any = slice(None)) -> dict[str, Any]:

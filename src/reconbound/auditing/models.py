@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from reconbound import validate
 from reconbound._internal.checks import InputError, choice
 from reconbound._internal.rng import seeded
-from reconbound.auditing.made_up import made_up_records
+from reconbound.auditing.worlds import made_up_records
 from reconbound.data import Dataset
 from reconbound.training.settings import reset_module
 

@@ -314,16 +314,29 @@ def expected_seconds(dataset: Dataset, options: AuditOptions) -> float:
         dataset: the data of the audit.
         options: the options of the audit.
     """
-    plain = _step_seconds(dataset, options)
     informed = options.settings.rules is not None and len(dataset.scale) > 0
-    measuring = _step_seconds(dataset, options, informed=True) if informed else 0.0
-    apart = _step_seconds(dataset, options, apart=True)
+    ways: dict[str, Any] = {"plain": (None, {"worlds": {}}), "apart": (None, {})}  # rules of the ledger, and worlds
+    if informed:
+        ways["measuring"] = RULES[options.settings.sampler], {"worlds": {}}
+    stamps: list[float] = []
+    seconds = {"measuring": 0.0}
+
+    def stamp(model: Any) -> dict[str, float]:
+        stamps.append(time.perf_counter())
+        return {}
+
+    for name, (rules, more) in ways.items():
+        stamps.clear()
+        tried = options.with_changes(budget="every", rules=rules)
+        make_learner(dataset, tried, check=False, progress=False, evaluate=stamp, evaluate_every=1, **more).fit(3)
+        seconds[name] = median(b - a for a, b in pairwise(stamps))
+    plain, measuring, apart = seconds["plain"], seconds["measuring"], seconds["apart"]
     per_run = options.steps * plain
     budget, worlds = options.settings.budget, len(worlds_of(dataset))
     if isinstance(budget, float):
-        for seconds, share in ((measuring, budget), (apart, budget / (1 + worlds))):
+        for each, share in ((measuring, budget), (apart, budget / (1 + worlds))):
             blocks = max(1, min(options.steps, math.floor(options.steps * options.settings.sample_rate * share + 1e-9)))
-            per_run += blocks / options.settings.sample_rate * seconds
+            per_run += blocks / options.settings.sample_rate * each
     else:
         share = 1.0 if budget == "every" else float(budget[1])
         per_run += share * options.steps * (max(measuring - plain, 0.0) + max(apart - plain, 0.0))
@@ -335,20 +348,3 @@ def expected_seconds(dataset: Dataset, options: AuditOptions) -> float:
     all_of += leaks.SNAPSHOTS * (leaks.MOST + leaks.LEAST) * leaks.PROBES / 4  # those that are measured closely
     closer = all_of / (options.settings.sample_rate * records)
     return options.runs * (per_run + closer * measuring)
-
-
-def _step_seconds(
-    dataset: Dataset, options: AuditOptions, *, informed: bool = False, apart: bool = False, steps: int = 3
-) -> float:
-    """Returns the seconds of a step, in which the batch's information or its distances to other worlds are measured."""
-    times: list[float] = []
-
-    def stamp(model: Any) -> dict[str, float]:
-        times.append(time.perf_counter())
-        return {}
-
-    tried = options.with_changes(budget="every", rules=RULES[options.settings.sampler] if informed else None)
-    more: dict[str, Any] = {} if apart else {"worlds": {}}
-    learner = make_learner(dataset, tried, check=False, progress=False, evaluate=stamp, evaluate_every=1, **more)
-    learner.fit(steps)
-    return median(b - a for a, b in pairwise(times))

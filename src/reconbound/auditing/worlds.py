@@ -1,10 +1,12 @@
-"""The other worlds of an audit: each private part of a record with a public value in the place of its own.
+"""The other worlds of an audit, in which private parts of a record have public values, and records that are made up.
 
-What a divergence to such a world says: docs/theory/any_attacker.md 6.7 and 6.8.
+What a divergence to such a world says: docs/theory/any_attacker.md 6.7 and 6.8. What is published of a model is found
+on made-up records, so that it says nothing of a real one.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -13,6 +15,7 @@ import numpy as np
 from reconbound._internal.checks import InputError
 from reconbound._internal.formatting import format_number
 from reconbound.data import Dataset, Feature
+from reconbound.data.tables import MISSING
 from reconbound.fisher.worlds import REMOVED, Replacement
 
 #: The name of the world in which the whole private part is replaced.
@@ -69,7 +72,11 @@ def worlds_of(dataset: Dataset) -> dict[str, AuditWorld]:
     if not parts:
         raise InputError("private", "must name a column: nothing is protected otherwise", dataset.name)
     names = world_names(parts)
-    found = {names[column]: _column_world(dataset, parts[column]) for column in list(parts)[:MOST_WORLDS]}
+    found = {}
+    for column, own in list(parts.items())[:MOST_WORLDS]:
+        first = dataset.features[own[0]]
+        kind, reference = (CATEGORY, "an empty cell") if first.category else ("column", _middle(first))
+        found[names[column]] = AuditWorld(kind, _replacement(dataset, own), reference)
     if len(parts) == 1:
         return found
     together = np.concatenate(list(parts.values()))
@@ -105,12 +112,6 @@ def world_names(columns: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def _column_world(dataset: Dataset, places: np.ndarray) -> AuditWorld:
-    first = dataset.features[places[0]]
-    kind, reference = (CATEGORY, "an empty cell") if first.category else ("column", _middle(first))
-    return AuditWorld(kind, _replacement(dataset, places), reference)
-
-
 def _replacement(dataset: Dataset, places: np.ndarray) -> Replacement:
     values = [0.0 if dataset.features[k].category else _MIDDLE for k in places]
     return Replacement(values, places.tolist())
@@ -123,3 +124,31 @@ def _middle(feature: Feature) -> str:
     ('38.5 years', '50,000')
     """
     return f"{format_number(feature.low / 2 + feature.high / 2, 4)} {feature.unit}".strip()
+
+
+def made_up_records(dataset: Dataset, classes: int, count: int = 3) -> tuple[np.ndarray, np.ndarray]:
+    """Returns inputs and targets of records that could be in a data set, from the types of its columns only.
+
+    Numbers and pixels are uniform in their range, a category is one of those that there are, nothing is missing, and
+    tokens are uniform in the vocabulary.
+
+    Args:
+        dataset: the data set; no value of a record is read.
+        classes: the number of classes; of no use where the target is a number.
+        count: the number of records.
+    """
+    rng, shape = np.random.default_rng(0), (count, *dataset.shape)
+    if dataset.kind == "tokens":
+        inputs = rng.integers(0, dataset.vocabulary or 1, shape).astype(dataset.inputs.dtype)
+    else:
+        inputs = rng.random(shape).astype(dataset.inputs.dtype)
+    groups: dict[str, list[int]] = defaultdict(list)
+    for k, feature in enumerate(dataset.features if dataset.kind == "table" else ()):
+        if feature.column and feature.name.endswith(MISSING) and not feature.category:
+            inputs[:, k] = 0
+        elif feature.column or feature.category:
+            groups[feature.source].append(k)
+    for columns in groups.values():
+        inputs[:, columns] = np.eye(len(columns), dtype=inputs.dtype)[rng.integers(0, len(columns), count)]
+    targets = np.arange(count) % max(1, classes) if dataset.task == "classes" else rng.random(count)
+    return inputs, targets.astype(dataset.targets.dtype)

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from reconbound._internal.checks import InputError, matrix, number, numbers, whole
-from reconbound.bounds.bound import WORST_CASE, Bound, Coordinates, divergence, from_log, mean_coordinates
-from reconbound.bounds.data_space import box
+from reconbound.bounds.bound import WORST_CASE, Bound, Coordinates, box, divergence, from_log, mean_coordinates
 from reconbound.bounds.unbiased import REPLACE_ONE, inverse_trace
 
 AVERAGE = "Fisher information, averaged over the prior"

@@ -11,8 +11,7 @@ from scipy.optimize import brentq
 
 from reconbound._internal.checks import number, whole
 from reconbound.bounds.any_attacker import group_variances
-from reconbound.bounds.bound import WORST_CASE, Bound, divergence, from_log, mean_coordinates
-from reconbound.bounds.data_space import Box, box
+from reconbound.bounds.bound import WORST_CASE, Bound, Box, box, divergence, from_log, mean_coordinates
 
 REFERENCE = "KL divergence to one release that does not depend on the record"
 

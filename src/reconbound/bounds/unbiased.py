@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from reconbound._internal.checks import LARGEST, InputError, matrix, number, numbers, whole
-from reconbound.bounds.bound import Bound, divergence, from_log, log_expm1, mean_coordinates
-from reconbound.bounds.data_space import box
+from reconbound.bounds.bound import Bound, box, divergence, from_log, log_expm1, mean_coordinates
 
 REPLACE_ONE = "replace-one"
 LOCAL = "Fisher information at the record"
@@ -26,11 +25,6 @@ HOLDS_EVERYWHERE = "the attacker is unbiased at every record of the box"
 def _over_chi2(numerator: float, epsilon: float) -> float:
     """Returns numerator / (e^ε − 1), in log space."""
     return from_log(math.log(numerator) - log_expm1(epsilon)) if numerator > 0 else 0.0
-
-
-def _over_divergences(square: float, epsilon: float, both_ends: float) -> float:
-    """Returns the larger of square/(4(e^ε − 1)) and square/(e^κ − 1), κ the divergence from both ends."""
-    return max(_over_chi2(square / 4, epsilon), _over_chi2(square, divergence("both_ends", both_ends)))
 
 
 def theorem1(
@@ -72,7 +66,8 @@ def theorem1(
     with np.errstate(over="ignore"):
         square = min(float(np.mean((gamma.ravel() * sides) ** 2)), LARGEST)  # Σ γᵢ² wᵢ²/d
     biased = bias > 0 or bool(np.any(gamma != 1))
-    value = min(_over_divergences(square, eps, both_ends) + bias, LARGEST)
+    larger = max(_over_chi2(square / 4, eps), _over_chi2(square, divergence("both_ends", both_ends)))
+    value = min(larger + bias, LARGEST)
     assumes = ("the attacker's mean has the stated sensitivities and bias",) if biased else (HOLDS_EVERYWHERE,)
     each = mean_coordinates(space.dim) if biased else space.each
     return Bound(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -78,23 +76,3 @@ def run(arguments: Sequence[str] | None = None) -> int:
 def _stopped() -> int:
     print("\nreconbound: stopped", file=sys.stderr)
     return options.STOPPED
-
-
-def main() -> None:
-    """Runs the console script."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without ± and ε shows question marks
-    try:
-        status = run()
-        sys.stdout.flush()
-    except OSError as error:  # the reader went away, or the disk is full
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit is quiet
-        if not isinstance(error, BrokenPipeError):
-            print(f"reconbound: cannot write: {error.strerror}", file=sys.stderr)
-        status = 1
-    sys.exit(status)
-
-
-if __name__ == "__main__":
-    main()

@@ -10,8 +10,7 @@ import typer
 
 from reconbound._internal.checks import InputError, number
 from reconbound._internal.formatting import format_floor, format_limit, format_noise, format_percent
-from reconbound.bounds.bound import NOT_PROVED
-from reconbound.bounds.data_space import DataSpace, data_space
+from reconbound.bounds.bound import NOT_PROVED, DataSpace, data_space
 from reconbound.cli.bound import OPTIONS, SPACE, assumption_notes, format_epsilons, make_mechanism
 from reconbound.cli.options import Options, count, option, print_json, ratio, takes, terminal
 from reconbound.cli.risk import find_risks, print_risks, risk_facts

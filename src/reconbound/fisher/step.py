@@ -112,7 +112,7 @@ class StepInformation:
 
 
 def join(parts: Sequence[StepInformation]) -> StepInformation:
-    """Returns the result of a batch from those of its micro-batches."""
+    """Returns the information about the records of several parts; facts about the mechanism are those of the first."""
     if len(parts) == 1:
         return parts[0]
     values: dict[str, Any] = {}
@@ -178,7 +178,7 @@ def step_information(
     """
     given.check_arguments(model, loss_fn, (inputs, targets), max_grad_norm, clip, options, given.StepOptions)
     number("noise_multiplier", noise_multiplier, above=0)
-    probes, method = options.probes, options.method
+    probes = options.probes
     with without_hooks(model):
         problem = problems.Problem(model, loss_fn, problems.as_private(options.private))
         z = problems.private_part(problem, inputs, targets)
@@ -201,47 +201,36 @@ def step_information(
         if checking:
             given.check_values(model, inputs, targets)
             check_jumps_once(model, loss_fn, problems.batch_rows((inputs, targets), slice(0, 3)), problem.private)
-        in_inputs = options.probes_inputs
         drawn: Sequence[Any]
         if probes.directions is not None:
             drawn = probes.directions
-        elif in_inputs:
+        elif options.probes_inputs:
             drawn = draw_input_probes(z, probes.count, probes.generator)
         else:
             drawn = draw_probes(params, probes.count, probes.generator)
         start = draw_input_probes(z, 1, probes.generator)[0] if options.spectral else None
         plan = _Plan(setting, options, drawn, features, start)
         present = None if options.mask is None else as_present(options.mask, z)
-        parts = _measure_all(problem, (z, inputs, targets), plan, present, method)
+        sloped = options.probes_inputs and probes.deflate > 1
+        slices, parts = list(micro_batches(records, options.micro_batch)), list[StepInformation]()
+        check, method = not options.checked, options.method
+        while len(parts) < len(slices):  # all are measured by one method, found on the first rows
+            rows = slices[len(parts)]
+            batch = problems.batch_rows((z, inputs, targets), rows)
+            work = open_pass(problem, batch, method, check=check, sloped=sloped)
+            if parts and work.method not in ("layers", method):  # only now it shows that records are mixed
+                parts, check, method = [], not options.checked, work.method
+                continue
+            try:
+                parts.append(_measure(work, plan, None if present is None else present[rows]))
+            except RuntimeError as failure:
+                raise given.explain_torch_error(failure) or failure from failure
+            if checking:
+                given.check_overflow(parts[-1].norm, "gradient norm", "its gradient")
+                given.check_overflow(parts[-1].trace, "information", "the derivative of its gradient")
+            check = checking and check and has_flat_record(parts[-1].norm)
+            method = method if check else work.method
         return replace(join(parts), mask=present)
-
-
-def _measure_all(
-    problem: problems.Problem,
-    whole: tuple[Tensor, problems.Inputs, Any],
-    plan: _Plan,
-    present: Tensor | None,
-    method: Any,
-) -> list[StepInformation]:
-    """Returns the information of each micro-batch. All are measured by one method, found on the first rows."""
-    options, check = plan.options, not plan.options.checked
-    checking = check and not given.capturing(whole[0])
-    sloped = options.probes_inputs and options.probes.deflate > 1
-    parts: list[StepInformation] = []
-    for rows in micro_batches(len(whole[0]), options.micro_batch):
-        work = open_pass(problem, problems.batch_rows(whole, rows), method, check=check, sloped=sloped)
-        if parts and work.method not in ("layers", method):  # only now it shows that records are mixed
-            return _measure_all(problem, whole, plan, present, work.method)
-        try:
-            parts.append(_measure(work, plan, None if present is None else present[rows]))
-        except RuntimeError as failure:
-            raise given.explain_torch_error(failure) or failure from failure
-        if checking:
-            given.check_overflow(parts[-1].norm, "gradient norm", "its gradient")
-            given.check_overflow(parts[-1].trace, "information", "the derivative of its gradient")
-        check = checking and check and has_flat_record(parts[-1].norm)
-        method = method if check else work.method
-    return parts
 
 
 def _measure(work: Pass, plan: _Plan, present: Tensor | None) -> StepInformation:

@@ -32,8 +32,8 @@ from reconbound.fisher.passes.generic import GenericPass
 from reconbound.fisher.passes.mixed import MixedPass
 from reconbound.fisher.passes.products import zero_sums
 from reconbound.fisher.passes.recorder import _CHECKED, NotCovered, passed_checks
+from reconbound.validate.derivatives import converted
 from reconbound.validate.model import ModelError
-from reconbound.validate.placed import converted
 from reconbound.validate.private import (
     Inputs,
     Private,

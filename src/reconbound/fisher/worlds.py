@@ -26,7 +26,7 @@ from reconbound.fisher.options import (
     check_values,
     released,
 )
-from reconbound.fisher.sums import as_present, micro_batches, open_pass
+from reconbound.fisher.sums import Pass, as_present, micro_batches, open_pass
 from reconbound.validate.private import Inputs, Private, Problem, batch_rows, private_part
 
 #: Changes a batch: (inputs, targets) → those of another world, with the same shapes.
@@ -182,10 +182,16 @@ def step_distances(
         z = private_part(problem, inputs, targets)
         if not options.checked:
             check_values(model, inputs, targets)
-        found = [
-            _distances(problem, batch_rows((z, inputs, targets), rows), given, clip, max_grad_norm, options)
-            for rows in micro_batches(len(z), options.micro_batch)
-        ]
+        found = []
+        for rows in micro_batches(len(z), options.micro_batch):
+            own, *real = batch_rows((z, inputs, targets), rows)
+            there = [changed_batch(name, world, real[0], real[1]) for name, world in given.items()]
+            joined = tree_map(
+                lambda *parts: torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0], *[tuple(real), *there]
+            )
+            batch = (own.repeat(1 + len(there)), joined[0], joined[1])  # all worlds go through the model in one batch
+            work = open_pass(problem, batch, options.method, check=not options.checked, measured=False)
+            found.append(_distances(work, list(given), clip, max_grad_norm, check=not options.checked))
         present = None if options.mask is None else as_present(options.mask, z)
     if not found:
         none = {name: z for name in given}
@@ -201,24 +207,14 @@ def step_distances(
     )
 
 
-def _distances(
-    problem: Problem, batch: tuple[Tensor, Inputs, Any], worlds: Mapping[str, World], clip: Clip, bound: float,
-    options: SumOptions,
-) -> StepDistances:  # fmt: skip
-    """Returns the distances of a micro-batch; all worlds go through the model in one batch."""
-    z, inputs, targets = batch
-    there = [changed_batch(name, world, inputs, targets) for name, world in worlds.items()]
-    joined = tree_map(
-        lambda *rows: torch.cat(rows) if isinstance(rows[0], Tensor) else rows[0], *[(inputs, targets), *there]
-    )
-    work = open_pass(
-        problem, (z.repeat(1 + len(there)), *joined), options.method, check=not options.checked, measured=False
-    )
+def _distances(work: Pass, worlds: list[str], clip: Clip, bound: float, *, check: bool) -> StepDistances:
+    """Returns the distances of a micro-batch from a pass over it and, after it, over its other worlds."""
     norms = work.norms()
-    if not options.checked:
+    if check:
         check_overflow(norms, "gradient norm", "its gradient")
     factor = clipping(norms, bound, check_clip(clip)).factor
-    real, *others = (slice(k * len(z), (k + 1) * len(z)) for k in range(1 + len(there)))
+    records = len(norms) // (1 + len(worlds))
+    real, *others = (slice(k * records, (k + 1) * records) for k in range(1 + len(worlds)))
     own = work.rows(real)
     distances = {
         name: own.squared_distances(factor[real], work.rows(rows), factor[rows])  # type: ignore[arg-type]

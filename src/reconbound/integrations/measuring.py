@@ -161,7 +161,7 @@ class BlockMeasurer:
             for k, group in enumerate(self._information.at(self.seed, step), 1):
                 if len(own := group[ranks.rank :: ranks.size]):
                     probes = torch_stream(self.seed, f"probe {k}", step, self.measurer.device)
-                    information = replace(self.measurer.information(own, probes), gradient_sum={})
+                    information = replace(self.measurer.information(own, probes)[0], gradient_sum={})
                     found.append(Measured(own, information, self._information.weight(step), True))
         if self._distances is not None:
             for group in self._distances.at(derive(self.seed, "worlds"), step):

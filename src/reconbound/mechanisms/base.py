@@ -12,8 +12,8 @@ from reconbound._internal.checks import InputError, choice, number, whole
 from reconbound._internal.formatting import format_limit, format_percent
 from reconbound.bounds import overlap_from_order2, rero_from_order2
 from reconbound.bounds.bound import log_expm1
+from reconbound.bounds.divergence_success import ChiSquareTradeOff
 from reconbound.bounds.parts import Parts, whole_release
-from reconbound.bounds.renyi_trade_off import ChiSquareTradeOff
 from reconbound.bounds.trade_off import DPTradeOff, Least, TradeOff
 from reconbound.mechanisms import privacy_loss
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from scipy.optimize import brentq
@@ -13,8 +13,7 @@ from scipy.optimize import brentq
 from reconbound._internal.checks import InputError, choice, number
 from reconbound._internal.formatting import format_noise, format_number, round_to
 from reconbound.bounds import Bound
-from reconbound.bounds.bound import NOT_PROVED
-from reconbound.bounds.data_space import data_space
+from reconbound.bounds.bound import NOT_PROVED, data_space
 from reconbound.mechanisms import ADJACENCIES, REPLACE_ONE, OutputPerturbation, SampledGaussian
 from reconbound.mechanisms.guarantee import floor, floor_on
 
@@ -109,14 +108,14 @@ def calibrate(
     at(LARGEST_NOISE)  # checks the settings
     space = data_space(dim, low, high, mechanism.radius if radius is None else radius)
 
-    def quick(noise: float) -> float:
-        """Returns the floor without loss distributions, which rises with the noise."""
-        return float(floor_on(bound, with_noise(mechanism, noise), space, quick=True).value)  # type: ignore[union-attr]
+    def value(noise: float, quick: bool = True) -> float:
+        """Returns the floor, by default without loss distributions: then it rises with the noise."""
+        return float(floor_on(bound, with_noise(mechanism, noise), space, quick=quick).value)  # type: ignore[union-attr]
 
-    highest = quick(LARGEST_NOISE)
+    highest = value(LARGEST_NOISE)
     if target >= highest:
         raise OutOfReach("target_mse", bound, highest, target_mse)
-    if quick(SMALLEST_NOISE) >= target:
+    if value(SMALLEST_NOISE) >= target:
         undrawn = bound in ("lecam_unbiased", "lecam", "rate_distortion") and isinstance(mechanism, SampledGaussian)
         never = mechanism.never_drawn if undrawn else None
         least = with_noise(mechanism, SMALLEST_NOISE)
@@ -124,23 +123,23 @@ def calibrate(
     small, large = math.log(SMALLEST_NOISE), math.log(LARGEST_NOISE)
     while large - small > 1e-7:
         middle = (small + large) / 2
-        small, large = (small, middle) if quick(math.exp(middle)) >= target else (middle, large)
+        small, large = (small, middle) if value(math.exp(middle)) >= target else (middle, large)
     noise, step = round_to(math.exp(large), 7, "up"), 1e-6
-    while quick(noise) < target:  # where the floor is flat, its last digit goes up and down
+    while value(noise) < target:  # where the floor is flat, its last digit goes up and down
         noise, step = min(round_to(noise * (1 + step), 7, "up"), LARGEST_NOISE), 2 * step
     if bound == "rate_distortion" and isinstance(mechanism, SampledGaussian):
-        noise = _less_noise(at, noise, target)
+        noise = _less_noise(partial(value, quick=False), noise, target)
     return Calibration(with_noise(mechanism, noise), noise, target, at(noise))
 
 
-def _less_noise(at: Callable[[float], Bound], noise: float, target: float) -> float:
+def _less_noise(value: Callable[[float], float], noise: float, target: float) -> float:
     """Returns the least noise near which loss distributions still meet the target, by a dozen of them or so."""
 
     @lru_cache
     def excess(gain: float) -> float:
         """Returns ln floor − ln target, which falls with the logarithm of the noise that is saved."""
         tried = round_to(noise * math.exp(-gain), 7, "up")
-        return math.log(max(at(tried).value, 1e-300) / target) if tried > SMALLEST_NOISE else -1.0
+        return math.log(max(value(tried), 1e-300) / target) if tried > SMALLEST_NOISE else -1.0
 
     gain = 0.01
     while excess(gain) >= 0:

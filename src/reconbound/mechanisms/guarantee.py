@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from reconbound._internal.checks import InputError, choice, number
 from reconbound._internal.formatting import format_floor, format_limit
 from reconbound.bounds import Bound, ball_floor, corners, lecam, lecam_unbiased, rate_distortion, theorem1
-from reconbound.bounds.data_space import DataSpace, data_space
+from reconbound.bounds.bound import DataSpace, data_space
 from reconbound.mechanisms import ADD_REMOVE, REPLACE_ONE, Mechanism, as_mechanism
 from reconbound.mechanisms.base import BLIND, Protection
 
@@ -151,30 +152,6 @@ class Guarantee:
 FLOORS = ("theorem1", "theorem1_paper", "corners", "lecam_unbiased", "lecam", "rate_distortion")
 
 
-def _box_floor(name: str, mechanism: Mechanism, space: DataSpace, quick: bool) -> Bound | None:
-    """Returns one floor on the box of the data space; None where the mechanism does not have it."""
-    sides: dict[str, Any] = {"widths": space.side, "dim": space.dim}
-    if name == "theorem1":
-        return theorem1(mechanism.order2(), both_ends=mechanism.order2_both_ends(), **sides)
-    if name == "corners":
-        return corners(mechanism.order2(), both_ends=mechanism.order2_both_ends(), **sides)
-    if name == "lecam_unbiased":
-        return lecam_unbiased(mechanism.overlap(), order2=mechanism.order2(), **sides)
-    if name == "lecam":
-        return lecam(mechanism.overlap(), **sides)
-    if name == "rate_distortion":
-        found = mechanism.quick_parts() if quick else mechanism.parts()
-        return max((parts.best(partial(_nats_floor, space=space)) for parts in found), key=_value)
-    epsilon = mechanism.order2_paper()
-    if epsilon is None:
-        return None
-    bound = theorem1(epsilon, **sides)
-    note = "as the paper computes it (add/remove for SGD, gradients of norm 1 for output perturbation)"
-    assumes, theorem = (*bound.assumes, note), "Theorem 1, the paper's line (not proved)"
-    neighbours = mechanism.paper_neighbours
-    return replace(bound, name=name, theorem=theorem, proved=False, adjacency=neighbours, assumes=assumes)
-
-
 def _nats_floor(nats: float, space: DataSpace) -> Bound:
     """Returns the rate–distortion floor on the box of the data space, or on its ball where that is higher."""
     found = rate_distortion(nats, widths=space.side, dim=space.dim)
@@ -182,10 +159,6 @@ def _nats_floor(nats: float, space: DataSpace) -> Bound:
         return found
     ball = ball_floor(nats, space.whole_ball, space.dim)
     return replace(found, value=ball.value, theorem=ball.theorem) if ball.value > found.value else found
-
-
-def _value(bound: Bound) -> float:
-    return float(bound.value)
 
 
 def floor_on(name: str, mechanism: Mechanism, space: DataSpace, *, quick: bool = False) -> Bound | None:
@@ -197,8 +170,27 @@ def floor_on(name: str, mechanism: Mechanism, space: DataSpace, *, quick: bool =
         space: the data space.
         quick: leave out loss distributions in `rate_distortion`, which is then lower at some noise.
     """
-    bound = _box_floor(name, mechanism, space, quick)
-    return None if bound is None else space.adapt(bound)
+    sides: dict[str, Any] = {"widths": space.side, "dim": space.dim}
+    if name in ("theorem1", "corners"):
+        unbiased = theorem1 if name == "theorem1" else corners
+        found = unbiased(mechanism.order2(), both_ends=mechanism.order2_both_ends(), **sides)
+    elif name == "lecam_unbiased":
+        found = lecam_unbiased(mechanism.overlap(), order2=mechanism.order2(), **sides)
+    elif name == "lecam":
+        found = lecam(mechanism.overlap(), **sides)
+    elif name == "rate_distortion":
+        parts = mechanism.quick_parts() if quick else mechanism.parts()
+        found = max((part.best(partial(_nats_floor, space=space)) for part in parts), key=attrgetter("value"))
+    else:
+        epsilon = mechanism.order2_paper()
+        if epsilon is None:
+            return None
+        found = theorem1(epsilon, **sides)
+        note = "as the paper computes it (add/remove for SGD, gradients of norm 1 for output perturbation)"
+        assumes, theorem = (*found.assumes, note), "Theorem 1, the paper's line (not proved)"
+        neighbours = mechanism.paper_neighbours
+        found = replace(found, name=name, theorem=theorem, proved=False, adjacency=neighbours, assumes=assumes)
+    return space.adapt(found)
 
 
 def floor(

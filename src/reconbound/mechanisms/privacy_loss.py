@@ -74,21 +74,8 @@ def equal_steps(step: Callable[[float], Any], scale: tuple[float, float, float],
         one = one_of(step, steps, coarser * grid)
         if one is not None:
             with quiet():
-                return repeated(one, steps)
+                return composed([(one, steps)])
     return None
-
-
-def one_of_steps(m: float, sample_rate: float, steps: int, replace_one: bool, grid: float) -> Any:
-    """Returns one of T Gaussian steps, as `gaussian_step`; None where the arithmetic of T of them gives up on the grid.
-
-    Args:
-        m: as in `gaussian_step`.
-        sample_rate: as in `gaussian_step`.
-        steps: T.
-        replace_one: as in `gaussian_step`.
-        grid: as in `gaussian_step`.
-    """
-    return one_of(partial(gaussian_step, m, sample_rate, replace_one), steps, grid)
 
 
 def one_of(step: Callable[[float], Any], steps: int, grid: float) -> Any:
@@ -173,21 +160,10 @@ def _negative_asinh(eps: np.ndarray, q: float, variance: float) -> np.ndarray:
     return np.asarray(-np.sign(eps) * np.logaddexp(0.5 * np.logaddexp(0.0, 2 * log_term), log_term))
 
 
-def repeated(pld: Any, steps: int, cut: float = 1e-15) -> Any:
-    """Computes `pld.self_compose(steps)`; None where the result would not fit into memory.
-
-    Args:
-        pld: a privacy loss distribution.
-        steps: the number of runs.
-        cut: the mass to which tails are cut.
-    """
-    return pld if steps == 1 else composed([(pld, steps)], cut)
-
-
 def composed(plds: Sequence[tuple[Any, int]], cut: float = 1e-15) -> Any:
     """Composes distributions on one grid by one real FFT without negligible frequencies: ten times faster than theirs.
 
-    Returns None where the result would not fit into memory.
+    Returns None where the result would not fit into memory. A single run is returned as it is.
 
     Args:
         plds: pairs of a privacy loss distribution and the number of its runs.
@@ -195,6 +171,8 @@ def composed(plds: Sequence[tuple[Any, int]], cut: float = 1e-15) -> Any:
     """
     from dp_accounting.pld import privacy_loss_distribution
 
+    if [steps for _, steps in plds] == [1]:
+        return plds[0][0]
     found = [_composed_pmf([(pld._pmf_remove, steps) for pld, steps in plds], cut)]
     if any(pld._pmf_add is not pld._pmf_remove for pld, _ in plds):
         found.append(_composed_pmf([(pld._pmf_add, steps) for pld, steps in plds], cut))

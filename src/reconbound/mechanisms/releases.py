@@ -87,7 +87,7 @@ class GaussianRelease(Release):
         return Spread(count * mean, count * deviation**2, single)
 
     def pld(self, count: int, replace_one: bool, grid: float) -> Any:
-        return privacy_loss.one_of_steps(self.m, self.rate, count, replace_one, grid)
+        return privacy_loss.one_of(partial(privacy_loss.gaussian_step, self.m, self.rate, replace_one), count, grid)
 
 
 @lru_cache(maxsize=1024)
@@ -219,4 +219,4 @@ def _on_grid(releases: Sequence[tuple[Release, int]], replace_one: bool, grid: f
             found.append((pld, count))
         if not found:
             return privacy_loss_distribution.identity(value_discretization_interval=grid)
-        return privacy_loss.repeated(*found[0]) if len(found) == 1 else privacy_loss.composed(found)
+        return privacy_loss.composed(found)

@@ -13,8 +13,8 @@ from reconbound import divergences as renyi
 from reconbound._internal.checks import choice, number, whole
 from reconbound._internal.formatting import format_limit
 from reconbound.bounds.bound import from_log
+from reconbound.bounds.divergence_success import ChiSquareTradeOff
 from reconbound.bounds.parts import Parts, parts_from_dp
-from reconbound.bounds.renyi_trade_off import ChiSquareTradeOff
 from reconbound.bounds.trade_off import DPTradeOff, Least, TradeOff
 from reconbound.mechanisms import base
 from reconbound.mechanisms.base import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, Mechanism

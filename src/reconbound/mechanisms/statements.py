@@ -11,8 +11,8 @@ import numpy as np
 from reconbound import bounds
 from reconbound import divergences as renyi
 from reconbound._internal.checks import choice, number, whole
+from reconbound.bounds.divergence_success import ChiSquareTradeOff, RenyiTradeOff
 from reconbound.bounds.parts import Parts, parts_gaussian
-from reconbound.bounds.renyi_trade_off import ChiSquareTradeOff, RenyiTradeOff
 from reconbound.bounds.success import chances, unwrap
 from reconbound.bounds.trade_off import DPTradeOff, GaussianTradeOff, Least, TradeOff
 from reconbound.mechanisms.base import ADJACENCIES, REPLACE_ONE, advantage_from_order2

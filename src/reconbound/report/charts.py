@@ -81,15 +81,13 @@ def log_ticks(low: float, high: float, most: int = 6) -> tuple[list[float], list
 
 def _ticks(values: Sequence[float]) -> tuple[list[float], list[str]]:
     digits = next((n for n in range(3, 15) if len({f"{v:.{n}g}" for v in values}) == len(values)), 15)
-    return [math.log10(v) for v in values], [_tick(v, digits) for v in values]
-
-
-def _tick(v: float, digits: int) -> str:
-    short = float(f"{v:.{digits}g}")
-    if 1e-4 <= short < 1e6:
-        return f"{short:,.10g}"
-    power = math.log10(short)
-    return f"10^{round(power)}" if abs(power - round(power)) < 1e-9 else f"{v:.0e}"
+    texts = []
+    for v in values:
+        short = float(f"{v:.{digits}g}")
+        power = math.log10(short)
+        whole = f"10^{round(power)}" if abs(power - round(power)) < 1e-9 else f"{v:.0e}"
+        texts.append(f"{short:,.10g}" if 1e-4 <= short < 1e6 else whole)
+    return [math.log10(v) for v in values], texts
 
 
 def logs_of(values: Any) -> np.ndarray:

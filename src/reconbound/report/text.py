@@ -18,7 +18,7 @@ from reconbound._internal.formatting import format_limit, format_noise, format_p
 from reconbound.accounting.confidence import describe_one_run
 from reconbound.mechanisms import SampledGaussian
 from reconbound.mechanisms.base import BLIND, Protection
-from reconbound.mechanisms.calibrate import Calibration, calibrate
+from reconbound.mechanisms.calibrate import calibrate
 from reconbound.mechanisms.group import group_of
 from reconbound.report.folder import CHOSEN_SEED, SECURE_NOISE, TORCH_NOISE, Run
 from reconbound.report.formats import amount, count, paragraphs, plain, plus_minus, rough
@@ -210,6 +210,8 @@ def settings(run: Run) -> list[tuple[str, str]]:
 
 # --- advice ---------------------------------------------------------------------------------
 
+#: Computed once for both pages.
+_calibrated = lru_cache(maxsize=64)(calibrate)
 #: Targets, as shares of the range: (± error, floor, attacker in words).
 TARGETS = (
     (0.25, "lecam", "any attacker, on some conceivable {noun}, each {part}"),
@@ -249,9 +251,10 @@ def targets(run: Run, noun: str, part: str, unit: float = 1.0) -> tuple[list[dic
         return rows, ""
     dim = int(run.guarantee.get("data", {}).get("dim", 1))
     for error, name, who in TARGETS:
-        reached = smallest_noise(replace(mechanism, noise_multiplier=1.0), error**2, name, dim)
         who, target = who.format(noun=noun, part=part), plus_minus(error * unit)
-        if reached is None:
+        try:
+            reached = _calibrated(replace(mechanism, noise_multiplier=1.0), error**2, bound=name, dim=dim)
+        except InputError:  # no noise is enough
             continue
         if reached.without_noise is not None:
             met.append(f"{target} ({who})")
@@ -270,15 +273,6 @@ def targets(run: Run, noun: str, part: str, unit: float = 1.0) -> tuple[list[dic
         f"{' and '.join(met)} {'is' if len(met) == 1 else 'are'} met without noise, because a record is never drawn "
         f"with chance {never}. That protects no record that is drawn, so no noise follows from it."
     )
-
-
-@lru_cache(maxsize=64)
-def smallest_noise(mechanism: SampledGaussian, target_mse: float, name: str, dim: int) -> Calibration | None:
-    """Returns the result of `calibrate`, computed once for both pages; None where no noise is enough."""
-    try:
-        return calibrate(mechanism, target_mse, bound=name, dim=dim)
-    except InputError:
-        return None
 
 
 def next_steps(view: View) -> list[str]:

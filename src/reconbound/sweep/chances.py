@@ -83,15 +83,6 @@ def checked_chance(rows: Sequence[Row], chance: str | None = None) -> str:
     return chance
 
 
-def describe_chance(name: str) -> str:
-    """Returns in words whom a chance is against.
-
-    >>> describe_chance("success_removed_max")
-    'chance against the most exposed record'
-    """
-    return f"chance against {CHANCES[name]}"
-
-
 def head_chance(name: str) -> str:
     """Returns the heading of a chance's column.
 

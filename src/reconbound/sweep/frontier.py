@@ -240,11 +240,13 @@ def describe_floor(name: str) -> str:
 
     >>> describe_floor("exact_max"), describe_floor("lecam"), describe_floor("epsilon")
     ('exact factor, most exposed record (estimate)', 'any attacker, Le Cam', 'epsilon')
+    >>> describe_floor("success_removed_max")
+    'chance against the most exposed record'
     """
     if name in FLOOR_WORDS:
         return FLOOR_WORDS[name]
     if name in chances.CHANCES:
-        return chances.describe_chance(name)
+        return f"chance against {chances.CHANCES[name]}"
     rule, _, place = name.partition("_")
     known = rule in FLOOR_WORDS and place in FLOOR_WORDS
     return f"{FLOOR_WORDS[rule]}, {FLOOR_WORDS[place]}" if known else name.replace("_", " ")

@@ -65,7 +65,7 @@ def frontier_page(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
             "name": floor,
             "text": frontier.describe_floor(floor),
             "crossed": has_crossed(frontier.pareto(rows, floor), floor),
-            "rows": [_cells(row, floor, names, measure) for row in frontier.pareto(rows, floor)],
+            "rows": [_cells(row, names, measure) | _floor_cells(row, floor) for row in frontier.pareto(rows, floor)],
         }
         for floor in floors
     ]
@@ -73,7 +73,10 @@ def frontier_page(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
         {
             "name": name,
             "text": frontier.describe_floor(name),
-            "rows": [_chance_cells(row, found, names, measure) for row in frontier.pareto(rows, name)],
+            "rows": [
+                _cells(row, names, measure) | {"chances": [chances.format_chance(row, each) for each in found]}
+                for row in frontier.pareto(rows, name)
+            ],
         }
         for name in found
     ]
@@ -239,20 +242,17 @@ def _places(rows: Sequence[Row], rule: str, measure: str) -> Chart:
 def _trace(rows: Sequence[Row], floor: str, colour: str, dash: str, measure: str) -> dict[str, Any]:
     times = 100 if measure == ACCURACY else 1
     rows = [row for row in rows if row.get(floor) is not None and row.get("accuracy") is not None]
+    if floor in chances.CHANCES:  # in percent
+        heights = [100 * min(1.0, max(0.0, row[floor])) for row in rows]
+    else:
+        heights = [min(DECADES, max(-DECADES, space.log10(row[floor]))) for row in rows]
     return {
         "type": "scatter", "mode": "lines+markers", "x": [times * row["accuracy"] for row in rows],
-        "y": [_height(row[floor], floor) for row in rows],
+        "y": heights,
         "line": {"color": colour, "dash": dash, "width": 2}, "marker": {"color": colour, "size": 7},
         "text": [_hover(row, floor, measure) for row in rows], "hoverinfo": "text",
         "customdata": [_link(row) for row in rows],
     }  # fmt: skip
-
-
-def _height(value: float, name: str) -> float:
-    """Returns where a chart shows a chance (in percent) or a floor (its decimal logarithm, within DECADES)."""
-    if name in chances.CHANCES:
-        return 100 * min(1.0, max(0.0, value))
-    return min(DECADES, max(-DECADES, space.log10(value)))
 
 
 def _accuracy_axis(measure: str) -> dict[str, Any]:
@@ -286,30 +286,23 @@ def _mse(floor: float) -> str:
     return f"{_value(floor, 'down')} ({plus_minus(math.sqrt(floor))})"
 
 
-def _chance_cells(row: Row, found: Sequence[str], names: Sequence[str], measure: str) -> dict[str, Any]:
+def _cells(row: Row, names: Sequence[str], measure: str) -> dict[str, Any]:
     return {
         "link": _link(row),
         "trial": row["trial"],
         "settings": [_value(row.get(name)) for name in names],
         "steps": f"{row['steps']:,}",
         "accuracy": _accuracy(row, measure).removeprefix(f"{R2} "),
-        "chances": [chances.format_chance(row, name) for name in found],
         "epsilon": _value(row.get("epsilon"), "up"),
     }
 
 
-def _cells(row: Row, floor: str, names: Sequence[str], measure: str) -> dict[str, Any]:
+def _floor_cells(row: Row, floor: str) -> dict[str, str]:
     success = frontier.protection_of(row).success
     return {
-        "link": _link(row),
-        "trial": row["trial"],
-        "settings": [_value(row.get(name)) for name in names],
-        "steps": f"{row['steps']:,}",
-        "accuracy": _accuracy(row, measure).removeprefix(f"{R2} "),
         "floor": _value(row[floor], "down"),
         "error": plus_minus(math.sqrt(row[floor])),
         "crossed": _value(row.get(frontier.crossed_of(floor) or ""), "down"),
-        "epsilon": _value(row.get("epsilon"), "up"),
         "success": "–" if success is None else format_percent(success),
     }
 
@@ -336,12 +329,8 @@ def _value(value: Any, side: Side = "near") -> str:
 
 
 def _shown(row: Row, name: str) -> str:
-    """Formats a row's chance, floor or other number."""
-    return chances.format_chance(row, name) if name in chances.CHANCES else _value(row.get(name), _side(name))
-
-
-def _side(name: str) -> Side:
-    """Returns the side to which a column of the table is rounded: floors down, upper bounds up."""
-    if name in ("epsilon", "epsilon_add_remove", "delta"):
-        return "up"
-    return "near" if name.startswith("accuracy") else "down"
+    """Formats a row's chance, floor or other number. Floors are rounded down, upper bounds up."""
+    if name in chances.CHANCES:
+        return chances.format_chance(row, name)
+    side: Side = "near" if name.startswith("accuracy") else "down"
+    return _value(row.get(name), "up" if name in ("epsilon", "epsilon_add_remove", "delta") else side)

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from reconbound._internal.checks import InputError
-from reconbound._internal.formatting import format_duration
-from reconbound._internal.progress import progress_bar
+from reconbound._internal.formatting import format_duration, progress_bar
 from reconbound.sweep import database
 from reconbound.sweep.queue import Claim, Exploded, Heartbeats, Queue, Slot, TrialLost
 from reconbound.sweep.space import PARAMETERS, Row, Setting, format_setting

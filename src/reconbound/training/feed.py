@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from reconbound._internal.rng import derive
 from reconbound.accounting.accountant import FisherAccountant
 from reconbound.accounting.spec import Account
-from reconbound.fisher import StepInformation
+from reconbound.fisher.step import StepInformation, join
 from reconbound.fisher.worlds import REMOVED
 from reconbound.training.ranks import TrainingError
 from reconbound.training.step import Measured, Measurer, StepWork
@@ -56,7 +56,7 @@ class Feed:
 
     def __init__(self, ledger: FisherAccountant, steps: int) -> None:
         self.ledger, self.steps = ledger, steps
-        self._pending: list[tuple[Tensor, StepWork]] = []
+        self._pending: list[StepWork] = []
 
     def begin_run(self, run_seed: int) -> None:
         """Names the run that is measured from now on.
@@ -66,15 +66,17 @@ class Feed:
         """
         self.ledger.begin_run(derive(run_seed, "fingerprint").to_bytes(32, "little")[:16].hex())
 
-    def end_step(self, batch: Tensor, work: StepWork, step: int) -> None:
+    def end_step(self, work: StepWork, step: int) -> None:
         """Adds a step, keeps the run so far where the ledger keeps it, and closes the run after its last step.
 
         Args:
-            batch: the records that took part.
             work: what was computed.
             step: the number of steps taken in this run.
         """
-        self.add(batch, work)
+        information = [one._replace(found=replace(one.found, gradient_sum={})) for one in work.information]
+        self._pending.append(replace(work, total=work.total[:0], released=None, information=information))
+        if len(self._pending) >= self.steps:
+            self.settle()
         ledger, length = self.ledger, self.ledger.account.steps
         if step in (length, *ledger.traces.keep_at):
             self.settle()
@@ -82,30 +84,18 @@ class Feed:
         if step == length:
             ledger.finish_run()
 
-    def add(self, batch: Tensor, work: StepWork) -> None:
-        """Adds a step.
-
-        Args:
-            batch: the records that took part.
-            work: what was computed.
-        """
-        information = [one._replace(found=replace(one.found, gradient_sum={})) for one in work.information]
-        self._pending.append((batch, replace(work, total=work.total[:0], released=None, information=information)))
-        if len(self._pending) >= self.steps:
-            self.settle()
-
     def settle(self) -> None:
         """Adds all that is pending."""
         ledger, pending = self.ledger, self.drop()
-        for one in joined_measurements([one for _, work in pending for one in work.information]):
+        for one in joined_measurements([one for work in pending for one in work.information]):
             ledger.add(one.records, one.found, **one.how)
-        for batch, work in pending:
+        for work in pending:
             if work.followed is not None:
                 ledger.follow(work.followed)
             for each in work.distances:
                 ledger.add_distances(each.records, each.found, **each.how)
-            if REMOVED in ledger.divergences.worlds and len(batch):
-                ledger.divergences.add_norms(batch, work.clipped_norm, 1.0)
+            if REMOVED in ledger.divergences.worlds and len(work.batch):
+                ledger.divergences.add_norms(work.batch, work.clipped_norm, 1.0)
 
     def restore(self, tensors: Mapping[str, Tensor], runs: int, caveats: Sequence[str]) -> None:
         """Puts the ledger into a saved state, and forgets what is pending.
@@ -119,7 +109,7 @@ class Feed:
         self.ledger.restore(tensors, runs, copy=False)
         self.ledger.caveats = tuple(dict.fromkeys((*self.ledger.caveats, *caveats)))
 
-    def drop(self) -> list[tuple[Tensor, StepWork]]:
+    def drop(self) -> list[StepWork]:
         """Forgets what is pending, and returns it."""
         found, self._pending = self._pending, []
         return found
@@ -139,12 +129,5 @@ def joined_measurements(parts: Sequence[Measured[StepInformation]]) -> list[Meas
         if len(group) == 1 or more or (stratified and len(records.unique()) < len(records)):
             found += group
         else:
-            found.append(Measured(records, _joined_information([one.found for one in group]), weight, stratified))
+            found.append(Measured(records, join([one.found for one in group]), weight, stratified))
     return found
-
-
-def _joined_information(parts: Sequence[StepInformation]) -> StepInformation:
-    """Returns the information about the records of several parts; facts about the mechanism are those of the first."""
-    values = {f.name: [getattr(part, f.name) for part in parts] for f in fields(StepInformation)}
-    whole: Any = {name: torch.cat(each) for name, each in values.items() if isinstance(each[0], Tensor)}
-    return replace(parts[0], **whole)

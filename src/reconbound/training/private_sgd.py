@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from reconbound._internal.checks import InputError, file_path, warn_user, whole
-from reconbound._internal.progress import progress_bar
+from reconbound._internal.formatting import progress_bar
 from reconbound._internal.rng import GUESSABLE, derive, new_seed, seed_warning, seeded
 from reconbound.accounting.accountant import FisherAccountant
 from reconbound.accounting.measurement_plan import Plans
@@ -30,7 +30,7 @@ from reconbound.training import checkpoint as checkpoints
 from reconbound.training import noise as noises
 from reconbound.training import settings as given
 from reconbound.training.feed import Feed, NoLedger, make_feed
-from reconbound.training.ranks import Ranks, TrainingError, on_cpu
+from reconbound.training.ranks import Ranks, TrainingError, compute_shards, grid_of, make_shards, on_cpu, warn_of_idle
 from reconbound.training.rows import DatasetRows, as_rows, record_count, row_counts
 from reconbound.training.sampling import (
     Shard,
@@ -42,7 +42,6 @@ from reconbound.training.sampling import (
     with_gaps,
 )
 from reconbound.training.settings import Callback, Fault, Settings, reset_parameters
-from reconbound.training.shards import PartOfStep, compute_shards, grid_of, make_shards, warn_of_idle_ranks
 from reconbound.training.step import Kept, LossFn, Measurer, StepWork
 from reconbound.validate.model import ReconboundWarning
 
@@ -301,7 +300,17 @@ class PrivateSGD:
         sizes = row_counts(self.inputs, self.targets)
         if sizes != {self.records}:
             self._fail(f"the data had {self.records} records and have {sorted(sizes)} now")
-        batch, work, flat = self._noisy_step()
+        zeros = partial(torch.zeros, sum(p.numel() for p in self.params.values()), device=self.device)
+        grid = grid_of(self.settings, self.records) if len(self.shards) > 1 else 1.0
+        if len(self.shards) == self.ranks.size == 1:
+            work = self._compute(self.shards[0])
+        else:
+            work = compute_shards(self.shards, self.ranks, zeros, grid, self._compute)
+
+        def release() -> Tensor:
+            return (work.total.double() * grid + self.settings.noise * self._noise(work.total)) / self.sampler.divisor
+
+        flat = self.ranks.tensor_from_first(release, zeros) if work.released is None else work.released
         given.set_gradients(self.params, flat)
         self._midway = True
         self.optimizer.step()
@@ -310,24 +319,11 @@ class PrivateSGD:
         with self._placed():
             self.measurer.check_parameters()
         if self._feed is not None:
-            self._feed.end_step(batch, work, self.step + 1)
+            self._feed.end_step(work, self.step + 1)
         self.step += 1
         self._midway = False
 
-    def _noisy_step(self) -> tuple[Tensor, StepWork, Tensor]:
-        """Returns the batch, what was measured, and the noisy sum over the divisor, flat; the same on each rank."""
-        grid = grid_of(self.settings, self.records) if len(self.shards) > 1 else 1.0
-        zeros = partial(torch.zeros, sum(p.numel() for p in self.params.values()), device=self.device)
-        batch, work = compute_shards(self.shards, self.ranks, zeros, grid, self._compute)
-        if work.released is not None:
-            return batch, work, work.released
-
-        def release() -> Tensor:
-            return (work.total.double() * grid + self.settings.noise * self._noise(work.total)) / self.sampler.divisor
-
-        return batch, work, self.ranks.tensor_from_first(release, zeros)
-
-    def _compute(self, shard: Shard) -> PartOfStep:
+    def _compute(self, shard: Shard) -> StepWork:
         now = (self.run_seed, self.step)
         batch = self.sampler.batch(*now) if shard.span is None else self.sampler.batch(*now, shard.span)
         with self._placed():
@@ -336,7 +332,7 @@ class PrivateSGD:
             work = self.measurer.compute_step(batch, *now, ledger, self.plans, shard)
             if shard.count > 1 or self.ranks.size > 1:
                 self.measurer.checks.settle()  # whole numbers are never NaN, and other ranks do not wait
-            return batch, work
+            return work
 
     def _noise(self, total: Tensor) -> Tensor:
         """Returns standard normal numbers for this sum: equal only for the same bits, at this step of this release."""
@@ -386,7 +382,7 @@ class PrivateSGD:
                 place = self.folder
                 self.ranks.from_first(lambda: stack.enter_context(checkpoints.lock_folder(place)))
                 self._resume(self.folder)
-            warn_of_idle_ranks(self.shards, self.ranks)
+            warn_of_idle(self.shards, self.ranks)
             if done:
                 given.warn_of_end(kind, self.steps)
             what = f"training, {runs} run{'s' if runs > 1 else ''}"

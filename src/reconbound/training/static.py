@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from reconbound._internal.checks import warn_user
-from reconbound._internal.devices import send
+from reconbound.accounting.compact import send
 from reconbound.fisher.sums import check_next_batch
 from reconbound.validate.model import ReconboundWarning
 

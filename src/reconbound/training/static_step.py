@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_map
 
 from reconbound._internal import chacha
 from reconbound._internal.checks import warn_user
-from reconbound.fisher import ProbeOptions, StepInformation
+from reconbound.fisher import ProbeOptions, StepInformation, clipped_gradient_sum, step_information
 from reconbound.fisher.probes import draw_input_probes, draw_probes
 from reconbound.fisher.sums import ClippedSum
-from reconbound.fisher.worlds import StepDistances, changed_batch
-from reconbound.training.finite import all_finite
+from reconbound.fisher.worlds import StepDistances, changed_batch, step_distances
 from reconbound.training.noise import Release, keys_for
+from reconbound.training.settings import all_finite
 from reconbound.training.static import WHOLE, Found, Near, Rows, StaticWork
 from reconbound.validate.private import Problem, as_private, private_part
 
@@ -169,8 +169,10 @@ class StaticStep:
         return {} if self.release is None else {"released": self.release(total, rows.words)}
 
     def _gradient_sum(self, rows: Rows) -> Found:
-        clipped = self.measurer.clipped(rows.inputs, rows.targets, mask=rows.mask, method=self._method(0))
-        total = self.measurer.joined(clipped.gradient_sum)
+        m = self.measurer
+        how = m.sum_options(mask=rows.mask, method=self._method(0))
+        clipped = clipped_gradient_sum(m.model, m.loss_fn, rows.inputs, rows.targets, **how)
+        total = m.joined(clipped.gradient_sum)
         own = {"loss": clipped.loss, "norm": clipped.norm, "factor": clipped.factor, "total": total}
         return {**own, "finite": all_finite(clipped.loss, clipped.norm, total), **self._released(total, rows)}
 
@@ -178,7 +180,8 @@ class StaticStep:
         m, inputs = self.measurer, isinstance(self._probes[0], Tensor)
         space: Any = "inputs" if inputs else "weights"
         probes = ProbeOptions(directions=self._probes, space=space, error="bound")
-        found = m.informed(rows.inputs, rows.targets, probes, mask=rows.mask, method=self._method(1))
+        how = m.step_options(probes, mask=rows.mask, method=self._method(1))
+        found = step_information(m.model, m.loss_fn, rows.inputs, rows.targets, **how)
         self._templates["information"] = replace(found, gradient_sum={})
         values = {f.name: getattr(found, f.name) for f in fields(found) if f.name != "mask"}
         own = {name: value for name, value in values.items() if isinstance(value, Tensor)}
@@ -189,7 +192,8 @@ class StaticStep:
     def _distances(self, rows: Rows) -> Found:
         m = self.measurer
         worlds = {name: partial(_given, rows.more[name]) for name in m.worlds}
-        found = m.apart(rows.inputs, rows.targets, worlds, mask=rows.mask, method=self._method(0))
+        how = m.sum_options(mask=rows.mask, method=self._method(0))
+        found = step_distances(m.model, m.loss_fn, rows.inputs, rows.targets, worlds, **how)
         self._templates["distances"] = found
         own = {"loss": found.loss, "norm": found.clipped_norm}
         own |= {f"other/{name}": value for name, value in found.other_norm.items()}

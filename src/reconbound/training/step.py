@@ -27,11 +27,10 @@ from reconbound.data.dataset import describe_copies, find_copies
 from reconbound.fisher import Private, StepInformation
 from reconbound.fisher.sums import ClippedSum, methods_that_pass
 from reconbound.fisher.worlds import StepDistances, World, step_distances
-from reconbound.training.finite import STEPS, FiniteChecks, all_finite, largest_parameter
 from reconbound.training.noise import Release, record_losses
 from reconbound.training.rows import DatasetRows, record_count
 from reconbound.training.sampling import WHOLE, Shard, within
-from reconbound.training.settings import Fault, Settings
+from reconbound.training.settings import STEPS, Fault, FiniteChecks, Settings, all_finite, largest_parameter
 from reconbound.training.static_step import Moment, StaticStep, Summed
 from reconbound.validate import ModelError, check_batch, check_clipping
 from reconbound.validate.model import known_caveats
@@ -39,7 +38,6 @@ from reconbound.validate.private import Problem, as_private, feature_mask, priva
 
 LossFn = Callable[[Any, Any], Tensor]
 Found = TypeVar("Found", StepInformation, StepDistances)
-Summing = TypeVar("Summing", StepInformation, ClippedSum)
 
 
 class Measured(NamedTuple, Generic[Found]):
@@ -76,6 +74,7 @@ class StepWork:
     """Holds what a step computes before anything is changed.
 
     Attributes:
+        batch: the records that took part.
         total: Σ c g over the batch, flat.
         released: the noisy mean gradient, flat, where it was computed with the sum.
         clipped_norm: of the batch's records.
@@ -84,6 +83,7 @@ class StepWork:
         followed: the information about the records whose features are kept.
     """
 
+    batch: Tensor
     total: Tensor
     clipped_norm: Tensor
     released: Tensor | None = None
@@ -206,7 +206,12 @@ class Measurer:
     def _clipped_and_sum(self, indices: Tensor, moment: Moment | None = None) -> tuple[ClippedSum, Summed]:
         with self._record_errors_explained(indices):
             static = None if self.static is None else self.static.gradient_sum(indices, moment)
-            clipped, summed = static or self._with_sum(self.clipped(*self.rows(indices)))
+            if static is not None:
+                clipped, summed = static
+            else:
+                how = self.sum_options()
+                clipped = fisher.clipped_gradient_sum(self.model, self.loss_fn, *self.rows(indices), **how)
+                summed = Summed(self.joined(clipped.gradient_sum))
         self._check_finite(summed, indices, (clipped.loss, clipped.norm))
         return clipped, summed
 
@@ -214,28 +219,21 @@ class Measurer:
         """Returns sums of gradients as one vector, in the order of `params`."""
         return torch.cat([sums[name].flatten() for name in self.params])
 
-    def _with_sum(self, found: Summing) -> tuple[Summing, Summed]:
-        return found, Summed(self.joined(found.gradient_sum))
-
     def distances(self, indices: Tensor) -> StepDistances:
         """Measures how far the clipped gradients of these records are from those in the replaced worlds."""
         with self._record_errors_explained(indices):
             static = None if self.static is None else self.static.distances(indices)
-            found, finite = static or (self.apart(*self.rows(indices), self.worlds), None)
+            if static is not None:
+                found, finite = static
+            else:
+                how = self.sum_options()
+                found = step_distances(self.model, self.loss_fn, *self.rows(indices), self.worlds, **how)
+                finite = None
         none = Summed(found.loss[:0], finite)
         self._check_finite(none, indices, (found.loss, found.clipped_norm, *found.other_norm.values()))
         return found
 
-    def information(self, indices: Tensor, generator: torch.Generator) -> StepInformation:
-        """Measures what a step would reveal about each of these records.
-
-        Args:
-            indices: the records.
-            generator: draws the probes.
-        """
-        return self.information_and_sum(indices, generator)[0]
-
-    def information_and_sum(
+    def information(
         self, indices: Tensor, generator: torch.Generator, moment: Moment | None = None
     ) -> tuple[StepInformation, Summed]:
         """Measures what a step would reveal about each of these records; the same pass gives their clipped sum, flat.
@@ -248,45 +246,32 @@ class Measurer:
         probes = fisher.ProbeOptions(count=self.settings.probes, error="bound", generator=generator)
         with self._record_errors_explained(indices):
             static = None if self.static is None else self.static.information(indices, generator, moment)
-            found, summed = static or self._with_sum(self.informed(*self.rows(indices), probes))
+            if static is not None:
+                found, summed = static
+            else:
+                how = self.step_options(probes)
+                found = fisher.step_information(self.model, self.loss_fn, *self.rows(indices), **how)
+                summed = Summed(self.joined(found.gradient_sum))
         self._check_finite(summed, indices, (found.loss, found.norm, found.trace))
         if self._columns is None or found.diagonal_across is None or found.diagonal_along is None:
             return found, summed
         across, along = (d.flatten(1)[:, self._columns] for d in (found.diagonal_across, found.diagonal_along))
         return replace(found, diagonal_across=across, diagonal_along=along), summed
 
-    # --- of given rows, which nothing is asked about ---------------------------------------------
+    def sum_options(self, *, mask: Tensor | None = None, method: Any = None) -> dict[str, Any]:
+        """Returns how clipped sums and distances are computed: arguments of `clipped_gradient_sum`."""
+        how: dict[str, Any] = {"mask": mask, "method": self.methods[0] if method is None else method}
+        options = fisher.SumOptions(micro_batch=self.settings.micro_batch, checked=True, **how)
+        return {**self._clip, "options": options}
 
-    def clipped(self, inputs: Any, targets: Any, *, mask: Tensor | None = None, method: Any = None) -> ClippedSum:
-        """Computes the clipped gradient sum of these rows."""
-        options = fisher.SumOptions(mask=mask, **self._options(0, method))
-        return fisher.clipped_gradient_sum(self.model, self.loss_fn, inputs, targets, options=options, **self._clip)
-
-    def apart(
-        self, inputs: Any, targets: Any, worlds: Mapping[str, World], *, mask: Tensor | None = None, method: Any = None
-    ) -> StepDistances:
-        """Computes the distances of these rows to other worlds."""
-        step: dict[str, Any] = {**self._clip, "options": fisher.SumOptions(mask=mask, **self._options(0, method))}
-        return step_distances(self.model, self.loss_fn, inputs, targets, worlds, **step)
-
-    def informed(
-        self,
-        inputs: Any,
-        targets: Any,
-        probes: fisher.ProbeOptions,
-        *,
-        mask: Tensor | None = None,
-        method: Any = None,
-    ) -> StepInformation:
-        """Computes the information about these rows."""
-        kept: Any = {"private": self.private, "diagonal": self.kept.diagonal, "spectral": self.kept.spectral}
-        options = fisher.StepOptions(mask=mask, probes=probes, **kept, **self._options(1, method))
-        step = {**self._clip, "noise_multiplier": self.settings.noise_multiplier, "options": options}
-        return fisher.step_information(self.model, self.loss_fn, inputs, targets, **step)
-
-    def _options(self, k: int, method: Any) -> dict[str, Any]:
-        own = {"micro_batch": self.settings.micro_batch, "checked": True}
-        return {**own, "method": self.methods[k] if method is None else method}
+    def step_options(
+        self, probes: fisher.ProbeOptions, *, mask: Tensor | None = None, method: Any = None
+    ) -> dict[str, Any]:
+        """Returns how information is computed: arguments of `step_information`."""
+        how: dict[str, Any] = {"mask": mask, "method": self.methods[1] if method is None else method}
+        how |= {"private": self.private, "diagonal": self.kept.diagonal, "spectral": self.kept.spectral}
+        options = fisher.StepOptions(probes=probes, micro_batch=self.settings.micro_batch, checked=True, **how)
+        return {**self._clip, "noise_multiplier": self.settings.noise_multiplier, "options": options}
 
     def compute_step(
         self,
@@ -309,16 +294,16 @@ class Measurer:
         """
         probe = partial(torch_stream, seed, step=step, device=self.device)
         nothing = torch.zeros(0, device=self.device)
-        work = StepWork(nothing, nothing)
+        work = StepWork(batch, nothing, nothing)
         weight = None if ledger is None else batch_weight(self.settings.budget, seed, step)
         informed = ledger is not None and bool(ledger.account.kept_rules)
         if ledger is not None and informed:
             if plans.information is not None:
                 for k, group in _turns(plans.information, seed, step, shard):
-                    found = self.information(group, probe(f"probe {k}"))
+                    found, _ = self.information(group, probe(f"probe {k}"))
                     work.information.append(Measured(group, found, plans.information.weight(step), True))
             if shard.has_turn(step) and ledger.features.followed and ledger.rows is not None and len(ledger.rows):
-                work.followed = self.information(ledger.rows, probe("probe kept"))
+                work.followed, _ = self.information(ledger.rows, probe("probe kept"))
         if ledger is not None and self.worlds:
             if plans.distances is not None:
                 for _, group in _turns(plans.distances, derive(seed, "worlds"), step, shard):
@@ -331,9 +316,7 @@ class Measurer:
             clipped, (work.total, _, work.released) = self._clipped_and_sum(batch, Moment(seed, step))
             work.clipped_norm = clipped.factor * clipped.norm
         else:  # the same pass gives the sum
-            found, (work.total, _, work.released) = self.information_and_sum(
-                batch, probe("probe 0"), Moment(seed, step)
-            )
+            found, (work.total, _, work.released) = self.information(batch, probe("probe 0"), Moment(seed, step))
             work.information.append(Measured(batch, found, weight, False))
             work.clipped_norm = found.clipped_norm
         return work

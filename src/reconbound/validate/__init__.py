@@ -14,14 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from reconbound._internal.checks import InputError, warn_user
-from reconbound._internal.opacus_hooks import unhooked
+from reconbound._internal.opacus_hooks import without_hooks
 from reconbound._internal.rng import random_states_kept
 from reconbound.validate import model as models
 from reconbound.validate import watch
-from reconbound.validate.derivatives import check_derivatives, check_differences, math_attention
+from reconbound.validate.derivatives import (
+    check_derivatives,
+    check_differences,
+    math_attention,
+    place_precisely,
+    without_autocast,
+)
 from reconbound.validate.jumps import check_events, check_gaps, check_rounding
 from reconbound.validate.model import KinkWarning, ModelError, ReconboundWarning, check_finite, check_tensors
-from reconbound.validate.placed import place_precisely, without_autocast
 from reconbound.validate.private import Private, as_private, uncovered_caveats, warn_uncovered
 
 __all__ = [
@@ -57,7 +62,6 @@ def check_model(model: nn.Module) -> None:
     models.warn_kinks(models.kinked_modules(model))
 
 
-@unhooked
 def check_batch(
     model: nn.Module,
     loss_fn: watch.LossFn,
@@ -104,26 +108,26 @@ def check_batch(
     reconbound.validate.ModelError: loss_fn must return one loss per record, shape (B,), got a single number: it was
     reduced over the batch, use reduction="none"
     """
-    few, trace = _check_records(model, loss_fn, inputs, targets)
-    with torch.enable_grad(), random_states_kept():
-        check_derivatives(model, loss_fn, few, trace)
-        kinks, chosen = models.kinked_modules(model), None if private is None else as_private(private)
-        with without_autocast():
-            placed = place_precisely(model, loss_fn, few, chosen)
-            kinks = {**check_events(placed, model), **kinks}
-            check_differences(placed, model, trace)
-            check_gaps(placed, model, smooth=not kinks)
-            check_rounding(placed, model, few)
-    _warn_buffers(model, trace)
-    models.warn_kinks(kinks)
-    beside = uncovered_caveats(model, loss_fn, few, chosen)
-    warn_uncovered(beside)
+    with without_hooks(model):
+        few, trace = _check_records(model, loss_fn, inputs, targets)
+        with torch.enable_grad(), random_states_kept():
+            check_derivatives(model, loss_fn, few, trace)
+            kinks, chosen = models.kinked_modules(model), None if private is None else as_private(private)
+            with without_autocast():
+                placed = place_precisely(model, loss_fn, few, chosen)
+                kinks = {**check_events(placed, model), **kinks}
+                check_differences(placed, model, trace)
+                check_gaps(placed, model, smooth=not kinks)
+                check_rounding(placed, model, few)
+        _warn_buffers(model, trace)
+        models.warn_kinks(kinks)
+        beside = uncovered_caveats(model, loss_fn, few, chosen)
+        warn_uncovered(beside)
     found = (*models.kink_caveats(kinks), *beside, *models.precision_caveats(model, trace.dtypes))
     models.CHECKED[models.network(model)] = found
     return found
 
 
-@unhooked
 def check_clipping(model: nn.Module, loss_fn: watch.LossFn, inputs: Any, targets: Any) -> None:
     """Checks what clipping needs, without derivatives by the record: kinks, tokens and categories are fine.
 
@@ -137,7 +141,8 @@ def check_clipping(model: nn.Module, loss_fn: watch.LossFn, inputs: Any, targets
         ModelError: as `check_batch` does for the structure of the model, values that are not finite, a reduced loss,
             two runs that differ, and records that depend on each other.
     """
-    _warn_buffers(model, _check_records(model, loss_fn, inputs, targets)[1])
+    with without_hooks(model):
+        _warn_buffers(model, _check_records(model, loss_fn, inputs, targets)[1])
 
 
 def _check_records(model: nn.Module, loss_fn: watch.LossFn, inputs: Any, targets: Any) -> tuple[Any, watch.Trace]:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from reconbound.validate.derivatives import Placed
 from reconbound.validate.model import OPERATIONS
-from reconbound.validate.placed import Placed
 from reconbound.validate.watch import Trace, recorded_calls
 
 _PRIVATE = 0  # the mark of the private part; events have those from 1 on

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from reconbound._internal.rng import random_states_kept
+from reconbound.validate.derivatives import Placed, place_precisely, without_autocast
 from reconbound.validate.flow import COMPARISONS, Event, observe
 from reconbound.validate.model import ModelError, label
-from reconbound.validate.placed import Placed, place_precisely, without_autocast
 from reconbound.validate.private import Private
 from reconbound.validate.watch import LossFn, Trace, Watch
 

@@ -151,7 +151,8 @@ class Recorder(TwiceDifferentiable):
         else:  # a public input: the gradient in the output is still wanted, and what follows may change a copy in place
             edge = output.detach().requires_grad_()
             output = edge.clone()
-        self.sites.append(Site(rule, a, a._version, edge, self.name(weight), self.name(bias)))
+        names = self.names.get(id(weight)), self.names.get(id(bias))
+        self.sites.append(Site(rule, a, a._version, edge, *names))
         return output
 
 
