@@ -121,7 +121,8 @@ def join(parts: Sequence[StepInformation]) -> StepInformation:
         if isinstance(pieces[0], Tensor):
             values[f.name] = torch.cat(pieces)
         elif f.name == "gradient_sum":
-            values[f.name] = {name: sum((p[name] for p in pieces[1:]), first) for name, first in pieces[0].items()}
+            more = [piece for piece in pieces[1:] if piece]
+            values[f.name] = {name: sum((p[name] for p in more), first) for name, first in pieces[0].items()}
     return replace(parts[0], **values)
 
 
@@ -222,9 +223,14 @@ def step_information(
                 parts, check, method = [], not options.checked, work.method
                 continue
             try:
-                parts.append(_measure(work, plan, None if present is None else present[rows]))
+                part = _measure(work, plan, None if present is None else present[rows])
             except RuntimeError as failure:
                 raise given.explain_torch_error(failure) or failure from failure
+            if parts:  # one sum is held, not one of each micro-batch
+                for name, total in parts[0].gradient_sum.items():
+                    total.add_(part.gradient_sum[name])
+                part = replace(part, gradient_sum={})
+            parts.append(part)
             if checking:
                 given.check_overflow(parts[-1].norm, "gradient norm", "its gradient")
                 given.check_overflow(parts[-1].trace, "information", "the derivative of its gradient")
