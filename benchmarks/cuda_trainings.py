@@ -94,7 +94,7 @@ def replayed() -> None:
             draws = [torch.Generator("cuda").manual_seed(step) for _ in both]
             same = [one.measurer.information_and_sum(batch, draw) for one, draw in zip(both, draws, strict=True)]
             found = [each for each, _ in same]
-            pairs = {"sum": sums, "sum of the same pass": [total for _, total in same]}
+            pairs = {"sum": sums, "sum of the same pass": [summed.total for _, summed in same]}
             for field in ("norm", "across", "along", "clipped_norm", "trace"):
                 pairs[field] = [getattr(each, field) for each in found]
             for what, (a, b) in pairs.items():
