@@ -8,8 +8,8 @@ plain parameters (in a small module of their own, since Opacus takes them only t
 memory above what stood before (of a graph: the memory that it keeps):
 
     plain            the gradient of the batch
-    sum              our clipped sum; with micro-batches of 4
-    probe            the same with one probe of information; with micro-batches of 4
+    sum              our clipped sum; with micro-batches of 8
+    probe            the same with one probe of information; with micro-batches of 8
     ..., frozen      with the token and the positions frozen: what the plain parameters cost is the difference
     ..., generic     the generic way, for the whole model
     opacus hooks, opacus ghost
@@ -44,7 +44,7 @@ from reconbound.fisher import (
 
 CLIP, NOISE = 1.0, 1.0
 SIZES = {  # image, patch, width, depth, heads, batch, micro-batch
-    "base": (224, 16, 768, 12, 12, 16, 4),
+    "base": (224, 16, 768, 12, 12, 16, 8),
     "small": (64, 8, 192, 6, 4, 8, 2),
     "tiny": (32, 8, 32, 2, 4, 8, 2),
 }

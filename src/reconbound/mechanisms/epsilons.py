@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from reconbound.mechanisms.privacy_loss import quiet
+from reconbound.mechanisms.privacy_loss import without_overflow_warnings
 
 
 def gaussian_epsilon(shift: float, target_delta: float) -> float:
@@ -18,7 +18,7 @@ def gaussian_epsilon(shift: float, target_delta: float) -> float:
 
     if shift > 1e3:
         return shift**2 / 2 + shift * math.sqrt(2 * math.log(1 / target_delta))
-    with quiet():
+    with without_overflow_warnings():
         found = max(float(dp.get_epsilon_gaussian(1 / shift, target_delta)), 0.0)
     return found * (1 + 1e-12) + 2e-12 if found > 0 else 0.0  # its root is known to 1e-12, on either side
 
@@ -44,6 +44,6 @@ def fixed_size_epsilon(m: float, sample_rate: float, steps: int, target_delta: f
     event = dp.SampledWithoutReplacementDpEvent(source, math.ceil(sample_rate * source), dp.GaussianDpEvent(noise))
     orders = [2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 512]
     accountant = dp.rdp.RdpAccountant(orders, dp.NeighboringRelation.REPLACE_ONE)
-    with quiet():
+    with without_overflow_warnings():
         value = float(accountant.compose(dp.SelfComposedDpEvent(event, steps)).get_epsilon(target_delta))
     return value if math.isfinite(value) else None

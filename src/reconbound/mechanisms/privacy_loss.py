@@ -30,7 +30,7 @@ _SMALLEST_LOSS = 1e-8  # below it dp-accounting's own arithmetic gives up, and o
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def without_overflow_warnings() -> Iterator[None]:
     """Silences dp-accounting's warnings of overflows that it handles."""
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
@@ -73,7 +73,7 @@ def equal_steps(step: Callable[[float], Any], scale: tuple[float, float, float],
     for coarser in (1, 8, 64):
         one = one_of(step, steps, coarser * grid)
         if one is not None:
-            with quiet():
+            with without_overflow_warnings():
                 return composed([(one, steps)])
     return None
 
@@ -86,7 +86,7 @@ def one_of(step: Callable[[float], Any], steps: int, grid: float) -> Any:
         steps: T.
         grid: distance of the losses.
     """
-    with quiet():
+    with without_overflow_warnings():
         try:
             one = step(grid)
         except ValueError:  # dp-accounting's own arithmetic gave up: order 2 answers
@@ -281,7 +281,7 @@ def delta(pld: Any, at: float) -> float:
         pld: a privacy loss distribution.
         at: ε.
     """
-    with quiet():
+    with without_overflow_warnings():
         return min(max(float(pld.get_delta_for_epsilon(at)), 0.0) + rounding(pld), 1.0)
 
 

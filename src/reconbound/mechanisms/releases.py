@@ -211,7 +211,7 @@ def _on_grid(releases: Sequence[tuple[Release, int]], replace_one: bool, grid: f
     from dp_accounting.pld import privacy_loss_distribution
 
     found = []
-    with privacy_loss.quiet():
+    with privacy_loss.without_overflow_warnings():
         for one, count in releases:
             pld = one.pld(count, replace_one, grid)
             if pld is None:
