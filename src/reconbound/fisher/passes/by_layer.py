@@ -137,7 +137,7 @@ class LayerPass:
             factors: list[Pair] = []
             i = uses[0]
             single = len(uses) == 1
-            formed = products.gradients_in_parts(self.sites[i].rule, self.inputs[i], self.deltas[i]) if single else None
+            formed = products.gradients_in_parts(self.sites[i].rule, self.own_pairs[i]) if single else None
             if formed is None:
                 formed, factors = self._formed(name, uses, self.own_pairs)
             if formed is None:
@@ -180,9 +180,8 @@ class LayerPass:
                 e = b.expand_as(delta) if e is None else e.add_(b)
             along_output.append(e)
             along_input.append(t)
-        dots = [
-            (delta * e).flatten(1).sum(1) for delta, e in zip(self.deltas, along_output, strict=True) if e is not None
-        ]
+        both = zip(self.deltas, along_output, strict=True)
+        dots = [(delta * e).flatten(1).sum(1) for delta, e in both if e is not None]
         along = torch.stack(dots).sum(0) if dots else torch.zeros_like(self.losses)
         return along, self._pull(along_output, along_input)
 
@@ -238,9 +237,10 @@ class LayerPass:
         for name, uses in self.weight_uses.items():
             if name in known:
                 continue
-            gradients, factors = self._formed(name, uses, pairs)
+            alone = products.squares_in_parts(self.sites[uses[0]].rule, pairs[uses[0]]) if len(uses) == 1 else None
+            gradients, factors = (None, []) if alone is not None else self._formed(name, uses, pairs)
             if gradients is None:
-                found.append(products.summed_squares(factors))
+                found.append(products.summed_squares(factors) if alone is None else alone)
             else:
                 formed.append(gradients)
         if formed:
@@ -303,6 +303,9 @@ class LayerPass:
             return torch.stack(each).sum(0), []
         i = uses[0]
         rule, kept = self.sites[i].rule, self.columns.get(i)
+        grouped = products.gradients_in_parts(rule, pairs[i], grouped=True)  # without patches
+        if grouped is not None:
+            return grouped, []
         factors: list[Pair] = []
         for a, delta in pairs[i]:
             columns = rule.columns(a) if kept is None or a is not self.inputs[i] else kept
@@ -338,9 +341,9 @@ class LayerPass:
         along_output: list[Tensor | None] = [None] * len(self.sites)
         along_input: list[Tensor | None] = [None] * len(self.sites)
         for name, uses in self.weight_uses.items():
-            if moving and len(uses) == 1:
-                self.columns.setdefault(uses[0], self.sites[uses[0]].rule.columns(self.inputs[uses[0]]))
             formed, factors = self._formed(name, uses, pairs)
+            if moving and factors and factors[0][0].is_cuda:
+                self.columns.setdefault(uses[0], factors[0][0])
             if formed is None:
                 self._seed_unformed(uses[0], factors, along_output, along_input, squares)
                 continue
@@ -348,8 +351,7 @@ class LayerPass:
                 self.formed[name] = formed
             for i in uses:
                 site, a, delta = self.sites[i], self.inputs[i], self.deltas[i]
-                columns = factors[0][0] if factors else site.rule.columns(a)
-                along_output[i] = site.kept(products.apply_each(site.rule, columns, formed, delta))
+                along_output[i] = site.kept(products.apply_each(site.rule, a, formed, delta, factors))
                 if site.a.requires_grad:
                     along_input[i] = products.transpose_each(site.rule, delta, formed, a)
         for name, uses in self.bias_uses.items():
@@ -372,11 +374,9 @@ class LayerPass:
         columns, rows = factors[0][0], factors[0][1] if own else rule.rows(delta)
         if rows.shape[-1] > 1 or not own:  # with one place nothing can cancel
             columns, rows = products.precise(columns), products.precise(rows)
-        others = (
-            (columns, rows)
-            if own
-            else products.joined([(products.precise(c), products.precise(r)) for c, r in factors])
-        )
+        others = (columns, rows)
+        if not own:
+            others = products.joined([(products.precise(c), products.precise(r)) for c, r in factors])
         of_columns, of_rows = products.gram(others[0], columns), products.gram(others[1], rows)
         e = products.combined(others[1], of_columns).to(self.dtype)
         along_output[i] = site.kept(rule.from_rows(e, delta.shape))

@@ -8,12 +8,13 @@ kernel, and added back by another; where Triton is missing, PyTorch's functions 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import grad as convolution_gradients
 
 from reconbound.validate.watch import each_side
 
@@ -25,6 +26,9 @@ except ImportError:  # a build of PyTorch without it
 
 Pair = tuple[int, ...]  # of rows and of columns
 _BLOCK = 1024
+_FEW_SHIFTS = 2
+_PART = 2**20  # numbers that stay in a CPU's cache
+_LANES = 16  # numbers that a CPU computes at once: oneDNN's kernels take that many channels together
 
 if triton is not None:
 
@@ -156,12 +160,83 @@ def convolve(a: Tensor, weight: Tensor, rule: Any) -> Tensor:
     return _linear(a, lambda x: rule.apply(x, weight), lambda delta: rule.transpose(delta, weight, shape))
 
 
+def groups_apply(rule: Any, channels: int, delta: Tensor) -> bool:
+    """Returns whether convolutions of single records go as one with a group for each record.
+
+    On a CPU oneDNN is then up to four times as fast as products of patches, and no patches are made. Its fast kernels
+    need float32 and channels in multiples of 16.
+
+    Args:
+        rule: the convolution's ConvRule.
+        channels: those of its input.
+        delta: the gradient at its output, of the input's precision.
+    """
+    plain: bool = len(rule.kernel) == 2 and rule.groups == 1 and torch.backends.mkldnn.is_available()
+    fast = delta.device.type == "cpu" and delta.dtype == torch.float32 and delta.numel() > 0
+    return plain and fast and channels % _LANES == 0 == delta.shape[1] % _LANES
+
+
+def in_parts(function: Callable[..., Tensor], numbers: int, *tensors: Tensor) -> Tensor:
+    """Returns a function of tensors with a row for each record, computed for a few records at a time.
+
+    What it needs on the way then stays in a CPU's cache. Memory that is not used again costs more than the products.
+
+    Args:
+        function: gives a row for each record, which no other record enters.
+        numbers: how many numbers it needs for a record.
+        tensors: its arguments.
+    """
+    records, size = len(tensors[0]), max(1, _PART // numbers)
+    first = function(*(t[:size] for t in tensors))
+    if size >= records:
+        return first
+    found = first.new_empty(records, *first.shape[1:])
+    found[:size] = first
+    for start in range(size, records, size):
+        part = slice(start, start + size)
+        found[part] = function(*(t[part] for t in tensors))
+    return found
+
+
+def grouped_gradients(rule: Any, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Returns the weight gradient of every record, summed over pairs (a, δ): (B, 1, O, C · kernel).
+
+    The records are groups, and the pairs are the batch that PyTorch sums the gradient over.
+    """
+    a, delta = (torch.stack(each) if len(pairs) > 1 else each[0][None] for each in zip(*pairs, strict=True))
+    (n, b, c), o = a.shape[:3], delta.shape[2]
+    args = (rule.stride, rule.padding, rule.dilation, b)
+    images, weight = a.reshape(n, b * c, *a.shape[3:]), (b * o, c, *rule.kernel)
+    found: Tensor = convolution_gradients.conv2d_weight(
+        images, weight, delta.reshape(n, b * o, *delta.shape[3:]), *args
+    )
+    return found.reshape(b, 1, o, -1)
+
+
+def grouped_apply(rule: Any, a: Tensor, weights: Tensor) -> Tensor:
+    """Returns the convolution of every record with a kernel of its own, weights (B, 1, O, C · kernel)."""
+    b, c = a.shape[:2]
+    images, kernels = a.reshape(1, b * c, *a.shape[2:]), weights.reshape(-1, c, *rule.kernel)
+    found: Tensor = F.conv2d(images, kernels, None, rule.stride, rule.padding, rule.dilation, b)
+    return found.reshape(b, -1, *found.shape[2:])
+
+
+def grouped_transpose(rule: Any, delta: Tensor, weights: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Returns the transpose of `grouped_apply` in its input, of this shape but for the number of records."""
+    b, c, *size = len(delta), *shape[1:]
+    rows, args = delta.reshape(1, -1, *delta.shape[2:]), (rule.stride, rule.padding, rule.dilation, b)
+    kernels = weights.reshape(-1, c, *rule.kernel)
+    found: Tensor = convolution_gradients.conv2d_input((1, b * c, *size), kernels, rows, *args)
+    return found.reshape(b, c, *size)
+
+
 def by_shifts(delta: Tensor, weight: Tensor, shape: tuple[int, ...], stride: int, padding: Pair) -> Tensor:
     """Returns the transpose of a convolution with stride s as one convolution of δ, and its pixels put in order.
 
     A pixel at v + pad = s m + r meets only the rows r, r + s, r + 2s, ... of the kernel, so that for each of the s × s
     shifts r the transpose is a plain convolution of δ with every s-th row and column of the kernel. On a CPU that is
-    up to twice as fast as PyTorch's transpose.
+    up to twice as fast as PyTorch's transpose. There a convolution with up to 16 outputs takes as long as one with 16:
+    where the shifts are few, several neighbouring blocks of s × s pixels are outputs of one place.
 
     Args:
         delta: δ, (N, O, rows, columns).
@@ -171,11 +246,34 @@ def by_shifts(delta: Tensor, weight: Tensor, shape: tuple[int, ...], stride: int
         padding: zeros that the convolution put around the images.
     """
     (o, c, *kernel), s = weight.shape, stride
-    parts = weight.reshape(o, c, kernel[0] // s, s, kernel[1] // s, s).permute(1, 3, 5, 0, 2, 4).flip(4, 5)
-    found = F.conv2d(delta, parts.reshape(-1, o, *parts.shape[4:]), padding=tuple(k // s - 1 for k in kernel))
-    images = F.pixel_shuffle(found, s)
+    spans = [k // s for k in kernel]
+    parts = weight.reshape(o, c, spans[0], s, spans[1], s).permute(1, 3, 5, 0, 2, 4).flip(4, 5)
+    blocks = [n + span - 1 for n, span in zip(delta.shape[2:], spans, strict=True)]
+    m = 2 if not delta.is_cuda and c * (2 * s) ** 2 <= _LANES and all(n % 2 == 0 for n in blocks) else 1
+    if m > 1:  # block i of the m meets rows of δ that lie i further on
+        moved = [[F.pad(parts, (j, m - 1 - j, i, m - 1 - i)) for j in range(m)] for i in range(m)]
+        parts = torch.stack([torch.stack(row, 2) for row in moved], 1)  # C, i, s, j, s, O, rows, columns
+    found = F.conv2d(delta, parts.reshape(-1, *parts.shape[-3:]), stride=m, padding=tuple(n - 1 for n in spans))
+    images = _in_order(found, m * s)
     rows, columns = (shape[2 + i] + padding[i] - images.shape[2 + i] for i in (0, 1))
-    return F.pad(images, (-padding[1], columns, -padding[0], rows))
+    return padded(images, (-padding[1], columns, -padding[0], rows))
+
+
+def _in_order(found: Tensor, s: int) -> Tensor:
+    """Returns F.pixel_shuffle(found, s); on a CPU with one copy for each shift, which is faster where they are few."""
+    if found.is_cuda or s > _FEW_SHIFTS:
+        return F.pixel_shuffle(found, s)
+    n, c, height, width = found.shape
+    images, shifts = found.new_empty(n, c // s**2, height * s, width * s), found.reshape(n, -1, s, s, height, width)
+    for i in range(s):
+        for j in range(s):
+            images[:, :, i::s, j::s] = shifts[:, :, i, j]
+    return images
+
+
+def padded(images: Tensor, by: Sequence[int]) -> Tensor:
+    """Returns F.pad(images, by), without the copy that it makes where there is nothing to pad."""
+    return F.pad(images, by) if any(by) else images
 
 
 def avg_pool2d(

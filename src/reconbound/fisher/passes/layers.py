@@ -30,7 +30,7 @@ _RANKS = (1, 2, 3)
 _FORWARD: dict[int, Callable[..., Tensor]] = {r: getattr(F, f"conv{r}d") for r in _RANKS}
 _INPUT: dict[int, Callable[..., Tensor]] = {r: getattr(convolution_gradients, f"conv{r}d_input") for r in _RANKS}
 _WEIGHT: dict[int, Callable[..., Tensor]] = {r: getattr(convolution_gradients, f"conv{r}d_weight") for r in _RANKS}
-_MANY_OFFSETS = 16  # on CUDA one transposed convolution beats that many launches
+_MANY_OFFSETS = 16  # on CUDA one transposed convolution beats that many launches, on a CPU F.fold
 _MANY_CHANNELS = 16  # from here on cuDNN is faster at a convolution with the turned kernel than at its transpose
 _FEW_CHANNELS = 4  # on a CPU a matrix product and adding patches back beats the transposed convolution up to here
 
@@ -81,7 +81,7 @@ class ConvRule:
         if r == 2 and convolutions.kernels_apply(a, self.dilation, math.prod((*a.shape[:2], *self.kernel, *places))):
             found = convolutions.patches(a.reshape(-1, 1, *a.shape[2:]), self.kernel, self.stride, self.padding)
             return found.reshape(a.shape[0], self.groups, -1, math.prod(places))
-        a = F.pad(a, [p for p in reversed(self.padding) for _ in (0, 1)])
+        a = convolutions.padded(a, [p for p in reversed(self.padding) for _ in (0, 1)])
         for i in range(r):
             a = a.unfold(2 + i, (self.kernel[i] - 1) * self.dilation[i] + 1, self.stride[i])
             a = a[..., :: self.dilation[i]]
@@ -97,7 +97,8 @@ class ConvRule:
             images = (shape[0] * shape[1], 1, shape[2], shape[3])
             added = convolutions.added_patches(columns, images, self.kernel, self.stride, self.padding)
             return added.reshape(shape)
-        if len(self.kernel) == 2 and (shape[1] > _FEW_CHANNELS or columns.is_cuda):
+        many = shape[1] > _FEW_CHANNELS or math.prod(self.kernel) >= _MANY_OFFSETS
+        if len(self.kernel) == 2 and (many or columns.is_cuda):
             flat = columns.reshape(shape[0], -1, columns.shape[-1])
             return F.fold(flat, tuple(shape[2:]), self.kernel, self.dilation, self.padding, self.stride)
         places = self._places(shape)
@@ -110,7 +111,7 @@ class ConvRule:
             spans = zip(offset, self.dilation, self.stride, places, strict=True)
             window: Any = (slice(o * dil, o * dil + (n - 1) * st + 1, st) for o, dil, st, n in spans)
             out[(..., *window)].add_(columns[:, :, k])
-        return F.pad(out, [-p for p in reversed(self.padding) for _ in (0, 1)])
+        return convolutions.padded(out, [-p for p in reversed(self.padding) for _ in (0, 1)])
 
     def _spread_by_convolution(self, columns: Tensor, shape: torch.Size, places: tuple[int, ...]) -> Tensor:
         """Computes `from_columns` as one transposed convolution with a one-hot weight: one launch instead of many."""
@@ -169,7 +170,17 @@ class ConvRule:
         """Returns the transpose with a different weight for each record, (B, g, O, K)."""
         if delta.is_cuda and self.transposes_as_convolution and shape[1] >= _MANY_CHANNELS:
             return self.reversed_transpose_records(weights, delta, shape)
-        return self.from_columns(weights.transpose(2, 3) @ self.rows(delta), shape)
+        if delta.is_cuda:
+            return self.from_columns(weights.transpose(2, 3) @ self.rows(delta), shape)
+        grouped = set(self.stride) == {1} and convolutions.groups_apply(self, shape[1], delta)
+
+        def back(part: Tensor, of_part: Tensor) -> Tensor:
+            if grouped:
+                return convolutions.grouped_transpose(self, part, of_part, shape)
+            return self.from_columns(of_part.transpose(2, 3) @ self.rows(part), torch.Size((len(part), *shape[1:])))
+
+        numbers = weights.shape[1] * weights.shape[3] * (weights.shape[2] if grouped else math.prod(delta.shape[2:]))
+        return convolutions.in_parts(back, numbers, delta, weights)
 
     def reversed_transpose_records(self, weights: Tensor, delta: Tensor, shape: torch.Size) -> Tensor:
         b, o, c, size = shape[0], weights.shape[2], shape[1], math.prod(self.kernel)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 
 import torch
 from torch import Tensor
 
+from reconbound.fisher.passes import convolutions
 from reconbound.fisher.passes.layers import ConvRule, EmbeddingRule, Rule
 
 Pair = tuple[Tensor, Tensor]
@@ -21,9 +22,6 @@ _SHORTENING |= {"bf16": 2.0**-8, "medium": 2.0**-8}
 _STRETCH = 256
 _CANCELS = 1024.0  # how far the places of a record may cancel in a float32 sum over the batch
 _FEW_ON_CUDA, _FEW_ON_CPU = 2**20, 2**16
-_PART = (
-    2**20
-)  # numbers of patches that stay in a CPU's cache; memory that is not used again costs more than the product
 _SMALL = 8192  # on CUDA a gradient of so few numbers is formed: cuDNN sums those that are not, slowly; they are joined
 
 
@@ -266,14 +264,14 @@ def rounded_above(norms: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def weighted_sums(weights: Tensor, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns Σ_i weights_i g_i of gradients (B, ...), by name, flat; the small ones in one product.
+    """Returns Σ_i weights_i g_i of gradients (B, ...), by name, flat; on CUDA the small ones in one product.
 
     Args:
         weights: (B,).
         gradients: those of each record, by name.
     """
     flat = {name: g.flatten(1) for name, g in gradients.items()}
-    small = {name: f for name, f in flat.items() if f.shape[1] <= _SMALL}
+    small = {name: f for name, f in flat.items() if f.shape[1] <= _SMALL and f.is_cuda}
     if len(small) < 2:
         return {name: weights @ f for name, f in flat.items()}
     joined = weights @ torch.cat([*small.values()], 1)
@@ -288,6 +286,10 @@ def forms_gradient(columns: Tensor, rows: Tensor, places: int) -> bool:
     k, o = columns.shape[2], rows.shape[2]
     if columns.is_cuda and k * o <= _SMALL and places > _FEW_PLACES:
         return True
+    return _is_cheaper(k, o, places)
+
+
+def _is_cheaper(k: int, o: int, places: int) -> bool:
     return k * o < 2 * (k + o) * places
 
 
@@ -298,22 +300,56 @@ def record_gradients(columns: Tensor, rows: Tensor) -> Tensor:
     return rows @ columns.transpose(2, 3)
 
 
-def gradients_in_parts(rule: Rule, a: Tensor, delta: Tensor) -> Tensor | None:
-    """Returns G of a convolution whose patches are made for a few records at a time, or None where that gains nothing.
+def gradients_in_parts(rule: Rule, pairs: list[Pair], *, grouped: bool = False) -> Tensor | None:
+    """Returns the sum of the gradients that pairs (a, δ) make in a convolution on a CPU, for a few records at a time.
 
-    Each record's G is a product of its own, as in `record_gradients`.
+    Each record's gradient is a product of its own, as in `record_gradients`.
+
+    Args:
+        rule: the layer's.
+        pairs: (a, δ) of all records.
+        grouped: only where no patches are made (`convolutions.groups_apply`).
+
+    Returns:
+        (B, g, O, K), or None: it is no convolution on a CPU, or it is cheaper not to form the gradients.
     """
-    if not isinstance(rule, ConvRule) or a.is_cuda or not len(a):
+    if not isinstance(rule, ConvRule) or not _forms_on_cpu(rule, pairs) or (grouped and not _grouped(rule, pairs)):
         return None
-    first, rows = rule.columns(a[:1]), rule.rows(delta)
-    size = max(1, _PART // first.numel())
-    if size >= len(a) or not forms_gradient(first, rows[:1], first.shape[-1]):
+    return _in_parts(rule, pairs, lambda gradients: gradients)
+
+
+def squares_in_parts(rule: Rule, pairs: list[Pair]) -> Tensor | None:
+    """Returns the squared norms of what `gradients_in_parts` returns, (B,), in float64. Few are formed at once."""
+    if not isinstance(rule, ConvRule) or not _forms_on_cpu(rule, pairs):
         return None
-    formed = rows.new_empty(*rows.shape[:3], first.shape[2])
-    for start in range(0, len(a), size):
-        part = slice(start, start + size)
-        formed[part] = record_gradients(rule.columns(a[part]), rows[part])
-    return formed
+    return _in_parts(rule, pairs, squares)
+
+
+def _in_parts(rule: ConvRule, pairs: list[Pair], found: Callable[[Tensor], Tensor]) -> Tensor:
+    """Returns what is found from the sum of the gradients that pairs make."""
+    (a, delta), grouped = pairs[0], _grouped(rule, pairs)
+
+    def part(*flat: Tensor) -> Tensor:
+        some = [*zip(flat[::2], flat[1::2], strict=True)]
+        if grouped:
+            return found(convolutions.grouped_gradients(rule, some))
+        return found(summed_gradients([(rule.columns(a), rule.rows(delta)) for a, delta in some]))
+
+    each = delta.shape[1] if grouped else math.prod(delta.shape[2:])  # of gradients, or of patches
+    numbers = len(pairs) * a.shape[1] * math.prod(rule.kernel) * each
+    return convolutions.in_parts(part, numbers, *(values for pair in pairs for values in pair))
+
+
+def _grouped(rule: ConvRule, pairs: list[Pair]) -> bool:
+    return convolutions.groups_apply(rule, pairs[0][0].shape[1], pairs[0][1])
+
+
+def _forms_on_cpu(rule: ConvRule, pairs: list[Pair]) -> bool:
+    """Returns whether a convolution on a CPU forms the gradients that pairs (a, δ) make, all of one precision."""
+    (a, delta), dtypes = pairs[0], {values.dtype for pair in pairs for values in pair}
+    k, o = a.shape[1] // rule.groups * math.prod(rule.kernel), delta.shape[1] // rule.groups
+    places = math.prod(delta.shape[2:]) * len(pairs)
+    return a.device.type == "cpu" and len(dtypes) == 1 and len(a) > 0 and _is_cheaper(k, o, places)
 
 
 def summed_gradients(factors: list[Pair]) -> Tensor:
@@ -336,8 +372,23 @@ def full_gradients(rule: Rule, a: Tensor, delta: Tensor, weight: Tensor) -> Tens
     return record_gradients(rule.columns(a), rule.rows(delta)).reshape(-1, *weight.shape)
 
 
-def apply_each(rule: Rule, columns: Tensor, weights: Tensor, like: Tensor) -> Tensor:
-    """Applies the layer to columns with another weight for every record, (B, *weight.shape), to an output like this."""
+def apply_each(rule: Rule, a: Tensor, weights: Tensor, like: Tensor, factors: list[Pair]) -> Tensor:
+    """Applies the layer to a with another weight for every record, (B, *weight.shape).
+
+    Args:
+        rule: the layer's.
+        a: its input.
+        weights: those of each record.
+        like: has the output's shape.
+        factors: columns of the input and rows, if they were made.
+    """
+    if not factors and isinstance(rule, ConvRule) and convolutions.groups_apply(rule, a.shape[1], like):
+
+        def apply(part: Tensor, of_part: Tensor) -> Tensor:
+            return convolutions.grouped_apply(rule, part, of_part)
+
+        return convolutions.in_parts(apply, math.prod(weights.shape[1:]), a, weights)
+    columns = factors[0][0] if factors else rule.columns(a)
     if isinstance(rule, EmbeddingRule):
         index = columns.transpose(1, 2).expand(-1, -1, weights.shape[2])
         return weights.gather(1, index).reshape(like.shape)
