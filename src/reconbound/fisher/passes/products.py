@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -90,6 +90,28 @@ def _norms_of_stretches(flat: Tensor) -> list[Tensor]:
     if rest or not stretches:
         found.append(torch.linalg.vector_norm(flat[:, stretches * _STRETCH :], dim=1, keepdim=True))
     return found
+
+
+def squared_differences(
+    weights: Tensor, gradients: Sequence[Tensor], other_weights: Tensor, others: Sequence[Tensor]
+) -> Tensor:
+    """Returns Σ ‖w g − w'g'‖² of each record, (B,), in float64; on a CPU for as many records at a time as it can cache.
+
+    Args:
+        weights: w, (B,).
+        gradients: g of each record, of each parameter.
+        other_weights: w', (B,).
+        others: g', in the same order.
+    """
+    count, numbers = len(weights), sum(math.prod(g.shape[1:]) for g in gradients)
+    size = max(1, count if weights.is_cuda else _PART // max(1, numbers))
+    found = []
+    for start in range(0, max(1, count), size):
+        part = slice(start, start + size)
+        one, other = weights[part].reshape(-1, 1), other_weights[part].reshape(-1, 1)
+        both = zip(gradients, others, strict=True)
+        found.append(squares(*(one * g[part].flatten(1) - other * h[part].flatten(1) for g, h in both)))
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def squares_above(*gradients: Tensor) -> Tensor:
