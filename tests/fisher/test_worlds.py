@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from reconbound.fisher import SumOptions
 from reconbound.fisher.clipping import clipping
+from reconbound.fisher.passes import convolutions, products
 from reconbound.fisher.worlds import Replacement, step_distances
 from reconbound.validate import ModelError
 from small_models import cross_entropy
@@ -209,3 +210,26 @@ def test_a_world_that_writes_into_its_batch_changes_no_other(method: Any) -> Non
     for name in ("w", "a"):
         assert torch.equal(found.squared_distance[name], expected.squared_distance["a"])
     assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("part", [1, 50, 2**20])
+def test_squared_differences_of_a_few_records_at_a_time_are_those_of_all(
+    part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the plain formula; a difference far below the rounding of the squares themselves is not lost."""
+    monkeypatch.setattr(convolutions, "_PART", part)
+    gradients = [torch.randn(RECORDS, 3, 4, dtype=torch.float64), torch.randn(RECORDS, 5, dtype=torch.float64)]
+    others = [g + 1e-11 * torch.randn_like(g) if k else torch.randn_like(g) for k, g in enumerate(gradients)]
+    w, v = torch.rand(2, RECORDS, dtype=torch.float64)
+    for these, those in ((gradients, others), (gradients[1:], others[1:])):
+        plain = [
+            (w[i] * g[i] - v[i] * h[i]).square().sum()
+            for i in range(RECORDS)
+            for g, h in zip(these, those, strict=True)
+        ]
+        wanted = torch.stack(plain).reshape(RECORDS, -1).sum(1)
+        torch.testing.assert_close(products.squared_differences(w, these, v, those), wanted, rtol=1e-12, atol=0)
+    near = products.squared_differences(w, gradients[1:], w, others[1:])
+    exact = torch.stack([(w[i] * (gradients[1][i] - others[1][i])).square().sum() for i in range(RECORDS)])
+    torch.testing.assert_close(near, exact, rtol=1e-3, atol=0)
+    assert products.squared_differences(w[:0], [g[:0] for g in gradients], v[:0], [h[:0] for h in others]).shape == (0,)

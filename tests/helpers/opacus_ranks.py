@@ -128,9 +128,10 @@ def watched_example(folder: str) -> dict[str, Any]:
     kept: list[Any] = []
     take, watch = DrawnBatches.take, opacus.watch
 
-    def noted(self: DrawnBatches, rows: int) -> list[int]:
-        batches.append(take(self, rows))
-        return batches[-1]
+    def noted(self: DrawnBatches, rows: int) -> torch.Tensor:
+        records = take(self, rows)
+        batches.append(records.tolist())
+        return records
 
     def keep(optimizer: Any, *others: Any) -> Any:
         kept.extend((watch(optimizer, *others), optimizer))

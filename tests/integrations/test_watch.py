@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from beside_opacus import RECORDS, Training, data, exact_divergence, frozen_network, measured, network, private
 from reconbound import PrivateSGD, Settings
 from reconbound._internal.checks import InputError
+from reconbound.integrations import clipped_norms
 from reconbound.training.settings import Callback
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook", "ignore:Secure RNG")
@@ -97,6 +99,65 @@ def test_norms_are_formed_here_where_opacus_computes_them_otherwise(monkeypatch:
     exact = exact_divergence(made, ledger.accountant.account.sample_rate)
     torch.testing.assert_close(measured(ledger), exact, rtol=1e-6, atol=0)
     assert not ledger._norms._trusted
+    assert not ledger._norms._repeats
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew"])
+def test_flat_clipping_is_repeated_here_after_a_batch_with_the_same_bits(mode: str) -> None:
+    """Opacus's own clipping is not called any more; the first batch may be empty, and have several parts."""
+    made = private(mode)
+    ledger, calls = made.watch(), []
+    norms, original = ledger._norms, ledger._norms._original
+    norms._original = lambda: [calls.append(1), original()]
+    made.train(2, virtual=5)
+    assert norms._repeats
+    assert 0 < len(calls) < ledger.steps
+    exact = exact_divergence(made, ledger.accountant.account.sample_rate)
+    torch.testing.assert_close(measured(ledger), exact, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("how", ["source", "norms", "sums"])
+def test_clipping_that_is_another_one_is_not_repeated(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = clipped_norms._flat_sums
+
+    def other(*args: Any) -> tuple[Tensor, list[Tensor]]:
+        norms, sums = own(*args)
+        off = [norms, *sums][1 if how == "sums" else 0]
+        off[..., -1] = torch.nextafter(off[..., -1], torch.tensor(torch.inf))  # by one bit
+        return norms, sums
+
+    if how == "source":
+        monkeypatch.setattr(clipped_norms, "_REPEATED", "0" * 64)
+    else:
+        monkeypatch.setattr(clipped_norms, "_flat_sums", other)
+    made, plain = private(), private()
+    ledger = made.watch()
+    torch.manual_seed(3)
+    made.train()
+    torch.manual_seed(3)
+    plain.train()
+    assert not ledger._norms._repeats
+    assert all(torch.equal(a, b) for a, b in zip(made.network.parameters(), plain.network.parameters(), strict=True))
+    exact = exact_divergence(made, ledger.accountant.account.sample_rate)
+    torch.testing.assert_close(measured(ledger), exact, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("records", [1, 50, 2**16])
+def test_steps_are_added_to_the_ledger_together(records: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After 16 of them, or as many as have so many records, and whenever the ledger is read."""
+    monkeypatch.setattr("reconbound.integrations.ledger._RECORDS", records)
+    made, waiting = private(), []
+    ledger = made.watch()
+    for x, y, numbers in chain(made.loader, made.loader, made.loader, made.loader):
+        made.epoch([(x, y, numbers)])
+        waiting.append(sum(len(norms) for _, norms, _ in ledger._pending))
+    assert ledger.steps == 20
+    assert records < 2**16 or waiting[14] > waiting[15] == 0
+    assert max(waiting) < records
+    state = ledger.state_dict()["tensors"]
+    assert not ledger._pending
+    exact = exact_divergence(made, ledger.accountant.account.sample_rate)
+    torch.testing.assert_close(state["nats"][0].double(), exact, rtol=1e-6, atol=0)
 
 
 def test_several_groups_frozen_parameters_and_adam() -> None:

@@ -153,7 +153,7 @@ def test_recorded_sampler_draws_as_opacus_does(monkeypatch) -> None:
                 assert isinstance(sampler, RecordedShareSampler)
             drawn.append([batch.tolist() for batch in sampler])
         assert drawn[0] == drawn[1]
-        assert [batches.take(len(batch)) for batch in drawn[1]] == drawn[1]
+        assert [batches.take(len(batch)).tolist() for batch in drawn[1]] == drawn[1]
         forget_batches(sampler)
         assert type(sampler) is DistributedUniformWithReplacementSampler
         assert not {"batches", "ranks"} & vars(sampler).keys()

@@ -196,6 +196,30 @@ def open_pass(
         raise explained or explain_torch_error(error) or error from error
 
 
+@random_states_kept()
+def numbers_per_record(
+    model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], inputs: Inputs, targets: Any, method: Method
+) -> int | None:
+    """Returns how many numbers a pass without products keeps for a record; None where not all layers have rules.
+
+    Args:
+        model: as in `step_information`.
+        loss_fn: as in `step_information`.
+        inputs: those of one record.
+        targets: those of the same record.
+        method: that `covering_method` returned.
+    """
+    problem = Problem(model, loss_fn, Private("nothing"))
+    with without_hooks(model):
+        batch = (private_part(problem, inputs, targets), inputs, targets)
+        work = open_pass(problem, batch, method, check=False, measured=False)
+    if isinstance(work, GenericPass) or work.method != "layers":
+        return None
+    uses = zip(work.sites, work.inputs, work.deltas, strict=True)
+    numbers = sum(delta.numel() + (a if s.weight is None else s.rule.columns(a)).numel() for s, a, delta in uses)
+    return numbers + sum(p.numel() for p in work.params.values())
+
+
 def check_next_batch(model: nn.Module) -> None:
     """Makes layer rules check the model's next batch, whatever has passed before: a CUDA graph repeats no check."""
     for passed in _CHECKED.get(model, {}).values():

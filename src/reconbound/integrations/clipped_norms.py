@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from opacus.optimizers import (
     DPPerLayerOptimizer,
     SimpleDistributedPerLayerOptimizer,
 )
+from opacus.optimizers import optimizer as opacus_optimizer
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -20,6 +23,8 @@ from reconbound._internal.checks import InputError
 from reconbound.integrations.ghost import GhostNorms, check_covered, check_criterion
 
 _SMALL = 1e-6  # Opacus's clip factor is C/(norm + 1e-6), at most 1
+#: SHA-256 of the source of `DPOptimizer.clip_and_accumulate` that `_flat_sums` repeats: that of Opacus 1.6.
+_REPEATED = "28dc9fe15da665d303e439df064372b185667d1eafb1b0d7b11a52708849241e"
 
 
 class _SeenCalls(TorchFunctionMode):
@@ -42,9 +47,12 @@ class _SeenCalls(TorchFunctionMode):
 class ClippedNorms:
     """Reads the norms of a step's records while Opacus clips; what Opacus computes is not changed.
 
-        flat:       min(‖g‖, C)        per layer:  √Σ min(‖g_l‖, C_l)²
+        flat:       ‖g‖, which Opacus clips to C        per layer:  √Σ min(‖g_l‖, C_l)²
 
-    Both are at least the norm that Opacus lets through, as its factor is C/(‖g‖ + 1e-6).
+    Both, clipped to C, are at least the norm that Opacus lets through, as its factor is C/(‖g‖ + 1e-6).
+
+    Where Opacus's flat clipping is the one that is known here, its operations are repeated in place of it, once they
+    have given a batch the same norms and sums, bit for bit. Otherwise the norms are seen as Opacus computes them.
 
     Args:
         optimizer: Opacus's optimizer.
@@ -59,7 +67,9 @@ class ClippedNorms:
         self.bound: float | None = None
         self._ghost = GhostNorms(criterion) if isinstance(optimizer, DPOptimizerFastGradientClipping) else None
         self._parts: list[Tensor] = []
-        self._trusted = False
+        self._trusted = self._repeats = False
+        self._layers = isinstance(optimizer, DPPerLayerOptimizer)
+        self._known = _clips_as_known(optimizer)
         name = "clip_and_accumulate" if self._ghost is None else "accumulate"
         self._name, self._original = name, getattr(optimizer, name)
         setattr(optimizer, name, self._clip)
@@ -76,7 +86,10 @@ class ClippedNorms:
             self._ghost.detach()
 
     def take(self) -> tuple[Tensor, float]:
-        """Returns the clipped norms of the batch that ends now, (B,), and the clip norm; refuses a changed clip."""
+        """Returns the norms of the batch that ends now, (B,), and the clip norm; refuses a changed clip.
+
+        Norms are not clipped yet. That of a record whose gradient is not finite is not finite.
+        """
         parts, bound = self._parts, self.bound
         self._parts, self.bound = [], None
         if bound is None:
@@ -84,11 +97,11 @@ class ClippedNorms:
         if bound != clip_norm(self.optimizer):
             why = "must be, where noise is added, the clip norm of the step's gradients"
             raise InputError("max_grad_norm", f"{why}, {bound:g}", clip_norm(self.optimizer))
-        if isinstance(self.optimizer, DPPerLayerOptimizer):
+        if self._layers:
             check_layers(self.optimizer)
         if self._ghost is not None:
             check_covered(self.optimizer, self._ghost.module)
-        return torch.cat(parts), bound
+        return parts[0] if len(parts) == 1 else torch.cat(parts), bound
 
     def _clip(self) -> None:
         bound = clip_norm(self.optimizer if self._ghost is None else self._ghost.module)
@@ -98,23 +111,36 @@ class ClippedNorms:
             norms = [self._ghost.take()]
             self._original()
         else:
-            self._check_kinds()
-            with _SeenCalls() as seen:
-                self._original()
-            norms = self._norms_of(seen)
-        self._parts.append(self._clipped(norms, bound))
+            norms = self._read()
+        self._parts.append(self._joined(norms) if self._layers else norms[0].detach())
         self.bound = bound
 
-    def _check_kinds(self) -> None:
-        kinds = {g.dtype for g in self.optimizer.grad_samples}
+    def _read(self) -> list[Tensor]:
+        """Clips as Opacus does; returns the norms, of each record or of each layer of each record."""
+        params = self.optimizer.params
+        samples = [self.optimizer._get_flat_grad_sample(p) for p in params]
+        kinds = {g.dtype for g in samples}
         if not kinds <= {torch.float32, torch.float64}:
             why = "must have gradients in float32 or float64: others are clipped to norms that are rounded"
             raise InputError("model", why, ", ".join(map(str, kinds)))
+        if self._repeats:
+            norms, sums = _flat_sums(self.optimizer, params, samples)
+            _accumulate(params, sums)
+            return [norms]
+        compared = self._known and len(samples[0]) > 0 and all(p.summed_grad is None for p in params)
+        mine = _flat_sums(self.optimizer, params, samples) if compared else None
+        with _SeenCalls() as seen:
+            self._original()
+        found = self._norms_of(seen, samples)
+        if mine is not None:
+            theirs = (found[0], *(p.summed_grad for p in params))
+            self._repeats = all(map(_same_bits, (mine[0], *mine[1]), theirs))
+            self._known = self._repeats  # compared once
+        return found
 
-    def _norms_of(self, seen: _SeenCalls) -> list[Tensor]:
+    def _norms_of(self, seen: _SeenCalls, samples: list[Tensor]) -> list[Tensor]:
         """Returns the norms by which Opacus clipped: of each record, or of each layer of each record."""
-        layers = isinstance(self.optimizer, DPPerLayerOptimizer)
-        samples = self.optimizer.grad_samples
+        layers = self._layers
         if len(samples[0]) == 0:
             return [samples[0].new_zeros(0)]
         found = seen.norms if layers else seen.norms[-1:]
@@ -129,13 +155,61 @@ class ClippedNorms:
         own = [g.flatten(1).norm(dim=1).double() for g in samples]
         return own if layers else [torch.stack(own).norm(dim=0)]
 
-    def _clipped(self, norms: list[Tensor], bound: float) -> Tensor:
-        several = isinstance(self.optimizer, DPPerLayerOptimizer) and len(norms[0]) > 0
-        bounds = self.optimizer.max_grad_norms if several else [bound] * len(norms)
-        kept = [n.detach().double().clamp(max=float(c)) for n, c in zip(norms, bounds, strict=True)]
-        clipped = kept[0] if len(kept) == 1 else torch.stack(kept).norm(dim=0)
-        finite = norms[0].isfinite() if len(norms) == 1 else torch.stack([n.isfinite() for n in norms]).all(0)
-        return torch.where(finite, clipped, torch.nan)
+    def _joined(self, norms: list[Tensor]) -> Tensor:
+        """Returns the norm of each record from those of its layers; NaN where one is not finite."""
+        if not len(norms[0]):
+            return norms[0].detach().double()
+        each = torch.stack([n.detach().double() for n in norms])
+        bounds = torch.tensor(self.optimizer.max_grad_norms, dtype=each.dtype, device=each.device)
+        return torch.where(each.isfinite().all(0), each.clamp(max=bounds.unsqueeze(1)).norm(dim=0), torch.nan)
+
+
+def _clips_as_known(optimizer: DPOptimizer) -> bool:
+    """Returns whether an optimizer clips by the code that `_flat_sums` repeats, not only in the batches seen so far."""
+    kind = type(optimizer)
+    if kind not in (DPOptimizer, DistributedDPOptimizer):
+        return False
+    try:
+        source = inspect.getsource(kind.clip_and_accumulate)
+    except (OSError, TypeError):
+        return False
+    return hashlib.sha256(source.encode()).hexdigest() == _REPEATED
+
+
+def _flat_sums(optimizer: DPOptimizer, params: list[Any], samples: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Returns the norm of each record's gradient, (B,), and the clipped sum for each parameter, as Opacus rounds them.
+
+    Args:
+        optimizer: Opacus's.
+        params: its parameters.
+        samples: the gradients of each record, of each parameter.
+    """
+    if len(samples[0]) == 0:
+        norms = torch.zeros((0,), device=samples[0].device)
+        factors = norms
+    else:
+        each = [torch.linalg.vector_norm(g.reshape(g.shape[0], -1), 2, dim=-1) for g in samples]
+        norms = torch.linalg.vector_norm(torch.stack(each, dim=1), 2, dim=1)
+        factors = (optimizer.max_grad_norm / (norms + _SMALL)).clamp(max=1.0)
+    sums = []
+    for p, gradients in zip(params, samples, strict=True):
+        opacus_optimizer._check_processed_flag(p.grad_sample)
+        sums.append(torch.einsum("i,i...", factors.to(p.dtype), gradients.to(p.dtype)))
+    return norms, sums
+
+
+def _accumulate(params: list[Any], sums: list[Tensor]) -> None:
+    """Adds sums to those of the batch's earlier parts, and marks their gradients as used, as Opacus does."""
+    for p, total in zip(params, sums, strict=True):
+        if p.summed_grad is None:
+            p.summed_grad = total
+        else:
+            p.summed_grad += total
+        opacus_optimizer._mark_as_processed(p.grad_sample)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other) and torch.equal(one.signbit(), other.signbit())
 
 
 def clip_norm(clips: Any) -> float:

@@ -58,13 +58,16 @@ class NoiseStates:
         self._optimizer = optimizer
         self._seen: dict[str, None] = {}
 
-    def note(self) -> str:
-        """Returns a digest of the present state, in hexadecimal digits; refuses a state that was there before."""
-        generator = _noise_generator(self._optimizer)
+    def note(self, device: torch.device) -> str:
+        """Returns a digest of the present state, in hexadecimal digits; refuses a state that was there before.
+
+        Args:
+            device: where the noise is drawn.
+        """
+        generator = _noise_generator(self._optimizer, device)
         if generator is None:  # its numbers cannot be repeated, or its state not be read
             return derive(new_seed(), "noise state").to_bytes(32, "little")[:_STATE_BYTES].hex()
-        state = generator.get_state().numpy().tobytes()
-        digest = hashlib.blake2b(state, digest_size=_STATE_BYTES).hexdigest()
+        digest = hashlib.blake2b(generator.get_state().numpy().tobytes(), digest_size=_STATE_BYTES).hexdigest()
         if digest in self._seen:
             why = (
                 "must not be set again during a training, nor after a restart to what it was: the noise of this step "
@@ -89,13 +92,12 @@ class NoiseStates:
         self._seen = dict.fromkeys(bytes(row).hex() for row in kept.tolist())
 
 
-def _noise_generator(optimizer: Any) -> torch.Generator | None:
+def _noise_generator(optimizer: Any, device: torch.device) -> torch.Generator | None:
     """Returns the generator of the noise; None for a secure one, and on devices whose generator is not at hand."""
     if optimizer.secure_mode:
         return None
     if optimizer.generator is not None:
         return optimizer.generator  # type: ignore[no-any-return]
-    device = optimizer.params[0].device
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index]
     return torch.default_generator if device.type == "cpu" else None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +45,9 @@ from reconbound.report import folder as files
 from reconbound.training.ranks import Ranks, TrainingError, on_cpu
 from reconbound.training.step import Measured
 from reconbound.validate.private import as_private
+
+#: Steps, and records in them, after which what they had is added to the ledger at once.
+_STEPS, _RECORDS = 16, 2**16
 
 
 class _Part(NamedTuple):
@@ -94,6 +100,8 @@ class OpacusLedger:
         self._bounds: list[float] = []  # the smallest and the largest clip norm so far
         self._settings, self._states = Settings(optimizer), NoiseStates(optimizer)
         self.refused, self._counts = "", False
+        self._pending: list[tuple[Tensor, Tensor, float]] = []  # records, norms and clip norm of steps that count
+        self._waiting = 0  # the number of records in them
         ranks.check_alike(self._mark())
         if blocks is not None:
             blocks.seed = ranks.from_first(lambda: blocks.seed)
@@ -132,26 +140,24 @@ class OpacusLedger:
         """Returns what a rank knows of the step that is taken."""
         self._settings.check()
         norms, bound = self._norms.take()
-        records = torch.tensor(self._batches.take(len(norms)), dtype=torch.int64)
-        finite = norms.isfinite()
-        if not bool(finite.all()):
+        records = self._batches.take(len(norms))
+        if not math.isfinite(float(norms.sum())) and not bool((finite := norms.isfinite()).all()):
             why = "must be finite: otherwise the sum is not, which shows who took part; of record "
             raise InputError("gradient", f"{why}{int(records[int(finite.long().argmin())])}", "a norm that is not")
-        state = self._states.note() if self._ranks.rank == 0 else ""  # rank 0 draws the noise
+        state = self._states.note(norms.device) if self._ranks.rank == 0 else ""  # rank 0 draws the noise
         found: list[Measured[Any]] = []
         if self._blocks is not None:
-            self._blocks.compare(records, norms)
+            self._blocks.compare(records, norms.double().clamp(max=bound))
             found = self._blocks.measure(self.steps, bound, self._ranks)
         if self._ranks.size == 1:
             return _Part(records, norms, bound, state, found, None)
         return _Part(records, norms.cpu(), bound, state, on_cpu(found), self._sampler.division)
 
     def _count_step(self, parts: Sequence[_Part]) -> None:
-        account, bounds, divisions = self._ledger.account, [p.bound for p in parts], [p.division for p in parts]
-        records, norms = torch.cat([part.records for part in parts]), torch.cat([part.norms for part in parts])
+        bounds, divisions = [p.bound for p in parts], [p.division for p in parts]
         if len({*bounds}) > 1:
             raise InputError("max_grad_norm", "must be the same on all ranks", bounds)
-        if len(parts) > 1 and (divisions.count(divisions[0]) < len(parts) or len(records.unique()) < len(records)):
+        if len(parts) > 1 and (divisions.count(divisions[0]) < len(parts) or _has_repeated([p.records for p in parts])):
             why = "must give each record to one rank: call set_epoch on all of them, and take each batch on all, not on"
             raise InputError("data_loader", why, f"some (epoch, shuffle, seed, ranks and iteration: {divisions})")
         self._states.keep(parts[0].state)
@@ -161,10 +167,23 @@ class OpacusLedger:
             add = self._ledger.add_distances if isinstance(one.found, StepDistances) else self._ledger.add
             add(one.records, one.found, weight=one.weight, stratified=one.stratified)
         bound = bounds[0]
-        if len(norms):  # over the noise, as if the clip norm had stayed what it was
-            self._ledger.divergences.add_norms(records, norms * (account.max_grad_norm / bound), 1.0)
-        self._bounds = [min(bound, *self._bounds), max(bound, *self._bounds)] if self._bounds else [bound, bound]
+        self._pending += [(part.records, part.norms, bound) for part in parts if len(part.norms)]
+        self._waiting += sum(len(part.norms) for part in parts)
+        if len(self._pending) >= _STEPS or self._waiting >= _RECORDS:
+            self._settle()
+        if bound not in self._bounds:
+            self._bounds = [min(bound, *self._bounds), max(bound, *self._bounds)] if self._bounds else [bound, bound]
         self.steps += 1
+
+    def _settle(self) -> None:
+        """Adds the norms of the last steps to the ledger: of many steps together they cost little more than of one."""
+        for bound, some in groupby([*self._pending], key=itemgetter(2)):
+            records, norms, _ = zip(*some, strict=True)
+            # over the noise, as if the clip norm had stayed what it was
+            scaled = torch.cat(norms).double().clamp(max=bound) * (self._ledger.account.max_grad_norm / bound)
+            self._ledger.divergences.add_norms(torch.cat(records), scaled, 1.0)
+            del self._pending[: len(records)]
+        self._waiting = 0
 
     def _before_update(self, *_: Any) -> None:
         """Refuses an update of the parameters whose noise this ledger has not seen."""
@@ -206,6 +225,7 @@ class OpacusLedger:
 
     def _counted(self) -> FisherAccountant:
         """Returns a copy of the ledger whose account has the number of steps so far."""
+        self._settle()
         account = replace(self._ledger.account, steps=max(1, self.steps))
         found = self._empty(account, self._ledger.device)
         found.restore(self._ledger.state(), self._ledger.runs)
@@ -335,6 +355,7 @@ class OpacusLedger:
         seed = None if self._blocks is None else self._blocks.seed
         found.update({**facts, "finished": self.finished, "mark": self._mark(), "seed": seed})
         found.update({"bounds": list(self._bounds), "noise_states": self._states.tensor()})
+        self._settle()
         found["tensors"] = self._ledger.state()
         return found
 
@@ -377,3 +398,9 @@ class OpacusLedger:
             facts |= {name: getattr(self._blocks, name) for name in ("steps", "group")}
             facts |= {"budget": self._blocks.options.budget}
         return {**facts, "sample_rate": a.sample_rate, "records": a.records}
+
+
+def _has_repeated(parts: Sequence[Tensor]) -> bool:
+    """Returns whether a record is in several parts."""
+    records = torch.cat([*parts])
+    return len(records.unique()) < len(records)

@@ -45,7 +45,7 @@ class DrawnBatches:
     def __init__(self, sampler: PoissonSampler, half_done: Callable[[], bool], *, ahead: bool) -> None:
         self._sampler, self._half_done, self._ahead = sampler, half_done, ahead
         self._drawn_with = (sampler.sample_rate, sampler.num_samples)
-        self._waiting: deque[list[int]] = deque()
+        self._waiting: deque[Tensor] = deque()
         self.iteration = self._taken = 0
         self._over = False
         self.refused = ""
@@ -63,14 +63,15 @@ class DrawnBatches:
             if (self._sampler.sample_rate, self._sampler.num_samples) != self._drawn_with:
                 why = "must draw with the same rate from the same records all the time"
                 raise InputError("data_loader", why, f"the rate {self._sampler.sample_rate:g}")
-            self._waiting.append(indices.tolist() if isinstance(indices, Tensor) else [*indices])
+            numbers = indices.tolist() if isinstance(indices, Tensor) else indices
+            self._waiting.append(torch.from_numpy(np.fromiter(numbers, np.int64, len(numbers))))
             yield indices
             if mine != self.iteration:
                 why = "must be iterated over once at a time: another iteration began inside this one, so that the "
                 raise self._refusal(f"{why}records of its steps are not known", "two iterations")
         self._over = True
 
-    def take(self, rows: int) -> list[int]:
+    def take(self, rows: int) -> Tensor:
         """Returns the records of the step that is taken now; refuses a step with another number of records.
 
         Args:

@@ -24,20 +24,17 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 from reconbound._internal.checks import InputError, flag, function, number, rounded_up
 from reconbound._internal.opacus_hooks import without_hooks
 from reconbound._internal.rng import derive, new_seed, random_states_kept, torch_stream
-from reconbound.fisher.passes.generic import GenericPass
-from reconbound.fisher.sums import open_pass
 from reconbound.fisher.worlds import World, check_worlds
 from reconbound.training.ranks import Ranks
 from reconbound.training.sampling import Poisson, make_plan
 from reconbound.training.settings import Settings
-from reconbound.training.step import Kept, LossFn, Measured, Measurer
-from reconbound.validate.private import Private, Problem, private_part
+from reconbound.training.step import FEW_NUMBERS, Kept, LossFn, Measured, Measurer
 
 #: By how much the norms of the first batch may differ from Opacus's, relatively: they are rounded.
 _CLOSE = 1e-3
-#: Numbers that several batches measured together may take, and the fewest groups of them in a block: limits of
-#: confidence pool records, and do not cover where all of them are measured at few steps.
-_NUMBERS, _GROUPS = 2**22, 16
+#: The fewest groups of several batches in a block: limits of confidence pool records, and do not cover where all of
+#: them are measured at few steps.
+_GROUPS = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +167,6 @@ class BlockMeasurer:
         return found
 
 
-@random_states_kept()
 def batches_together(measurer: Measurer, batch: int) -> int:
     """Returns the number of batches whose records are measured together, at fewer steps.
 
@@ -185,14 +181,9 @@ def batches_together(measurer: Measurer, batch: int) -> int:
         - Each record's estimates, and their standard errors, have the law that they have in groups of a batch. Those of
           different records depend more on each other.
     """
-    problem, rows = Problem(measurer.model, measurer.loss_fn, Private("nothing")), measurer.rows(torch.arange(1))
-    work = open_pass(problem, (private_part(problem, *rows), *rows), measurer.methods[1], check=False, measured=False)
-    if isinstance(work, GenericPass) or work.method != "layers":
-        return 1
-    uses = zip(work.sites, work.inputs, work.deltas, strict=True)
-    numbers = sum(delta.numel() + (a if s.weight is None else s.rule.columns(a)).numel() for s, a, delta in uses)
-    numbers += sum(p.numel() for p in measurer.params.values())
-    return max(1, min(_NUMBERS // (batch * numbers), measurer.records // (batch * _GROUPS)))
+    numbers = measurer.numbers_per_record
+    together = 1 if numbers is None else FEW_NUMBERS // (batch * numbers)
+    return max(1, min(together, measurer.records // (batch * _GROUPS)))
 
 
 @random_states_kept()

@@ -4,9 +4,9 @@
     ...                                                    the training, as it was
     ledger.report("folder")
 
-The norms to which Opacus clips are read where it computes them, and the records of each batch where its sampler draws
-them. Nothing that is trained changes, and no random number is drawn from a global generator. What a divergence says:
-docs/theory/any_attacker.md.
+The norms to which Opacus clips are read where it computes them, or where its operations are repeated in its place, and
+the records of each batch where its sampler draws them. Nothing that is trained changes, and no random number is drawn
+from a global generator. What a divergence says: docs/theory/any_attacker.md.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -25,7 +25,7 @@ from reconbound.accounting.accountant import FisherAccountant
 from reconbound.accounting.measurement_plan import Blocks, Plans, Segments, batch_weight
 from reconbound.data.dataset import describe_copies, find_copies
 from reconbound.fisher import Private, StepInformation
-from reconbound.fisher.sums import ClippedSum, methods_that_pass
+from reconbound.fisher.sums import ClippedSum, methods_that_pass, numbers_per_record
 from reconbound.fisher.worlds import StepDistances, World, step_distances
 from reconbound.training.noise import Release, record_losses
 from reconbound.training.rows import DatasetRows, record_count
@@ -34,9 +34,10 @@ from reconbound.training.settings import STEPS, Fault, FiniteChecks, Settings, a
 from reconbound.training.static_step import Moment, StaticStep, Summed
 from reconbound.validate import ModelError, check_batch, check_clipping
 from reconbound.validate.model import known_caveats
-from reconbound.validate.private import Problem, as_private, feature_mask, private_part, uncovered_caveats
+from reconbound.validate.private import Problem, as_private, batch_rows, feature_mask, private_part, uncovered_caveats
 
 LossFn = Callable[[Any, Any], Tensor]
+FEW_NUMBERS = 2**22  # in passes that keep no more of them Python takes longer than the arithmetic
 Found = TypeVar("Found", StepInformation, StepDistances)
 
 
@@ -133,6 +134,7 @@ class Measurer:
         self.records = record_count(inputs, targets)
         first = torch.arange(min(3, self.records))
         few = self.rows(first)
+        self._first: tuple[Any, Any] = batch_rows(few, slice(1))
         measured = Private("nothing") if settings.rules is None else as_private(private)
         if check and settings.rules is None:
             check_clipping(model, loss_fn, *few)
@@ -192,6 +194,11 @@ class Measurer:
         own: tuple[Any, Any] = tree_map_only(Tensor, lambda t: t[indices.to(t.device)].to(self.device), data)
         return own
 
+    @cached_property
+    def numbers_per_record(self) -> int | None:
+        """Returns how many numbers a pass keeps for a record; None where not all layers have rules."""
+        return numbers_per_record(self.model, self.loss_fn, *self._first, self.methods[0])
+
     def some_losses(self) -> list[float] | None:
         """Returns the losses of eight records at the present parameters, as `record_losses` does."""
         last = self.records - 1
@@ -226,7 +233,7 @@ class Measurer:
             if static is not None:
                 found, finite = static
             else:
-                how = self.sum_options()
+                how = self.sum_options(worlds=len(self.worlds), records=len(indices))
                 found = step_distances(self.model, self.loss_fn, *self.rows(indices), self.worlds, **how)
                 finite = None
         none = Summed(found.loss[:0], finite)
@@ -258,10 +265,20 @@ class Measurer:
         across, along = (d.flatten(1)[:, self._columns] for d in (found.diagonal_across, found.diagonal_along))
         return replace(found, diagonal_across=across, diagonal_along=along), summed
 
-    def sum_options(self, *, mask: Tensor | None = None, method: Any = None) -> dict[str, Any]:
-        """Returns how clipped sums and distances are computed: arguments of `clipped_gradient_sum`."""
+    def sum_options(
+        self, *, mask: Tensor | None = None, method: Any = None, worlds: int = 0, records: int = 0
+    ) -> dict[str, Any]:
+        """Returns how clipped sums and distances are computed: arguments of `clipped_gradient_sum`.
+
+        With other worlds, passes of many numbers are made in parts on a CPU, with as many rows as there are records:
+        memory beyond that of a step is new each time.
+        """
         how: dict[str, Any] = {"mask": mask, "method": self.methods[0] if method is None else method}
-        options = fisher.SumOptions(micro_batch=self.settings.micro_batch, checked=True, **how)
+        size, each = self.settings.micro_batch, 1 + worlds
+        if size is None and worlds and self.device.type == "cpu":
+            large = records * each * (self.numbers_per_record or 0) > FEW_NUMBERS
+            size = math.ceil(records / each) if large else None
+        options = fisher.SumOptions(micro_batch=size, checked=True, **how)
         return {**self._clip, "options": options}
 
     def step_options(

@@ -14,9 +14,8 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from copy import copy
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -199,22 +198,20 @@ class LayerPass:
             other: `rows` of the same pass, with the same records in another world.
             other_weights: w' of each record, (B,).
         """
-        pairs: list[list[Pair]] = []
-        scales = [self._wide(w).reshape(-1, 1) for w in (weights, other_weights)]
-        formed = {
-            name: scales[0] * mine.flatten(1) - scales[1] * other.formed[name].flatten(1)
-            for name, mine in self.formed.items()
-        }
-        for a, delta, a2, delta2 in zip(self.inputs, self.deltas, other.inputs, other.deltas, strict=True):
+        pairs: list[list[Pair]] = [[] for _ in self.sites]
+        left = [i for both in (self.weight_uses, self.bias_uses) for n in both.keys() - self.formed for i in both[n]]
+        for i in {*left}:
+            a, delta, a2, delta2 = self.inputs[i], self.deltas[i], other.inputs[i], other.deltas[i]
             one, two = (
                 (d * self._wide(w).reshape(-1, *(1,) * (d.dim() - 1)))
                 for d, w in ((delta, weights), (delta2, other_weights))
             )
-            if a.is_floating_point():
-                pairs.append([(a, one - two), (a - a2, two)])
-            else:
-                pairs.append([(a, one), (a2, -two)])
-        return self._squares_of(pairs, formed)
+            pairs[i] = [(a, one - two), (a - a2, two)] if a.is_floating_point() else [(a, one), (a2, -two)]
+        found = self._squares_of(pairs, {*self.formed})
+        if self.formed:
+            mine, theirs = zip(*((g, other.formed[name]) for name, g in self.formed.items()), strict=True)
+            found += products.squared_differences(self._wide(weights), mine, self._wide(other_weights), theirs)
+        return found
 
     def rows(self, rows: slice) -> LayerPass:
         """Returns the pass of some rows of the batch, for `squared_distances`."""
@@ -224,18 +221,17 @@ class LayerPass:
         found.inputs, found.deltas = [a[rows] for a in self.inputs], [d[rows] for d in self.deltas]
         return found
 
-    def _squares_of(self, pairs: list[list[Pair]], known: Mapping[str, Tensor] = MappingProxyType({})) -> Tensor:
+    def _squares_of(self, pairs: list[list[Pair]], without: Collection[str] = ()) -> Tensor:
         """Returns the squared norm of the gradients that pairs (a, δ) of each use make, (B,), in float64.
 
         Args:
             pairs: of each use.
-            known: such gradients that were formed before, by name.
+            without: names of parameters that do not count.
         """
         found: list[Tensor] = []
-        formed = [*known.values()]
-        formed += [self._bias_direction(uses, pairs) for name, uses in self.bias_uses.items() if name not in known]
+        formed = [self._bias_direction(uses, pairs) for name, uses in self.bias_uses.items() if name not in without]
         for name, uses in self.weight_uses.items():
-            if name in known:
+            if name in without:
                 continue
             alone = products.squares_in_parts(self.sites[uses[0]].rule, pairs[uses[0]]) if len(uses) == 1 else None
             gradients, factors = (None, []) if alone is not None else self._formed(name, uses, pairs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -88,6 +88,31 @@ def _norms_of_stretches(flat: Tensor) -> list[Tensor]:
     if rest or not stretches:
         found.append(torch.linalg.vector_norm(flat[:, stretches * _STRETCH :], dim=1, keepdim=True))
     return found
+
+
+def squared_differences(
+    weights: Tensor, gradients: Sequence[Tensor], other_weights: Tensor, others: Sequence[Tensor]
+) -> Tensor:
+    """Returns Σ ‖w g − w'g'‖² of each record, (B,), in float64; on a CPU for as many records at a time as it can cache.
+
+    Args:
+        weights: w, (B,).
+        gradients: g of each record, of each parameter.
+        other_weights: w', (B,).
+        others: g', in the same order.
+    """
+    half = len(gradients)
+
+    def part(w: Tensor, other_w: Tensor, *both: Tensor) -> Tensor:
+        one, other = w.reshape(-1, 1), other_w.reshape(-1, 1)
+        pairs = zip(both[:half], both[half:], strict=True)
+        return squares(*(one * g.flatten(1) - other * h.flatten(1) for g, h in pairs))
+
+    tensors = (weights, other_weights, *gradients, *others)
+    if weights.is_cuda:
+        return part(*tensors)
+    numbers = sum(math.prod(g.shape[1:]) for g in gradients)
+    return convolutions.in_parts(part, max(1, numbers), *tensors)
 
 
 def squares_above(*gradients: Tensor) -> Tensor:
