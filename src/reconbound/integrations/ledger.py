@@ -47,7 +47,7 @@ from reconbound.training.step import Measured
 from reconbound.validate.private import as_private
 
 #: Steps, and records in them, after which what they had is added to the ledger at once.
-_STEPS, _RECORDS = 16, 2**16
+_STEPS, _RECORDS = 4, 2**16
 
 
 class _Part(NamedTuple):
