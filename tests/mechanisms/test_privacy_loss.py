@@ -110,7 +110,7 @@ def test_composition_agrees_with_a_finer_grid(m, q, steps, adjacency):
     relation = dp.NeighboringRelation.REPLACE_ONE if adjacency == REPLACE else dp.NeighboringRelation.ADD_OR_REMOVE_ONE
     pld = privacy_loss.gaussian(m, q, steps, adjacency)
     coarse = privacy_loss.directions(pld)[0][0]
-    with privacy_loss.quiet():
+    with privacy_loss.without_overflow_warnings():
         fine = privacy_loss_distribution.from_gaussian_mechanism(
             1 / m,
             value_discretization_interval=float(coarse[1] - coarse[0]) / 6,
@@ -129,7 +129,7 @@ def test_composition_agrees_with_a_finer_grid(m, q, steps, adjacency):
 @pytest.mark.parametrize(("m", "q", "steps"), [(1.0, 0.01, 1000), (0.05, 0.3, 10**6), (3.0, 0.1, 2), (1.0, 0.01, 99)])
 @pytest.mark.parametrize("relation", [dp.NeighboringRelation.REPLACE_ONE, dp.NeighboringRelation.ADD_OR_REMOVE_ONE])
 def test_our_self_composition_is_dp_accountings(m, q, steps, relation):
-    with privacy_loss.quiet():
+    with privacy_loss.without_overflow_warnings():
         one = privacy_loss_distribution.from_gaussian_mechanism(
             1 / m, value_discretization_interval=1e-2, sampling_prob=q, neighboring_relation=relation
         )
@@ -150,7 +150,7 @@ def test_one_step_is_dp_accountings(m, q, adjacency):
     what must agree."""
     relation = dp.NeighboringRelation.REPLACE_ONE if adjacency == REPLACE else dp.NeighboringRelation.ADD_OR_REMOVE_ONE
     grid = privacy_loss.loss_scale(m, q, adjacency == REPLACE)[2] / 300
-    with privacy_loss.quiet():
+    with privacy_loss.without_overflow_warnings():
         theirs = privacy_loss_distribution.from_gaussian_mechanism(
             1 / m, value_discretization_interval=grid, sampling_prob=q, neighboring_relation=relation
         )
@@ -168,7 +168,7 @@ def test_one_step_is_dp_accountings(m, q, adjacency):
 def some_plds():
     p = privacy_loss_distribution
     far = {0: 0.9, 800: 0.05, 90_000: 0.04}  # e^−900 is 0 in float64
-    with privacy_loss.quiet():
+    with privacy_loss.without_overflow_warnings():
         yield from (privacy_loss.gaussian(m, q, t, a) for m, q, t in CASES_OF_STEPS for a in (REPLACE, ADD))
         yield from (p.from_laplace_mechanism(b, value_discretization_interval=0.01) for b in (0.3, 0.02))
         yield p.identity()
@@ -210,7 +210,7 @@ def test_losses_whose_exponential_overflows():
 
 def tilted_delta(m, q, steps, epsilon, tilt):
     """δ(ε) after `steps`, by an FFT of the losses tilted by e^{tilt·L}: exact where plain FFTs drown in rounding."""
-    with privacy_loss.quiet():
+    with privacy_loss.without_overflow_warnings():
         one = privacy_loss_distribution.from_gaussian_mechanism(
             1 / m,
             value_discretization_interval=2e-3,
