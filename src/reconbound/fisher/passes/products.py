@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 
 import torch
@@ -52,9 +53,12 @@ def combined(vectors: Tensor, of_pairs: Tensor) -> Tensor:
 
     Later steps take differences between places. Where there are several places, the vectors must be in float64.
     """
+    of_pairs = of_pairs.to(vectors.dtype)
     if vectors.shape[-1] == 1 and of_pairs.shape[-1] == 1:
-        return vectors * of_pairs.to(vectors.dtype)
-    return vectors @ of_pairs.to(vectors.dtype)
+        return vectors * of_pairs
+    if vectors.stride(-1) != 1:  # a linear layer's: the result lies in memory as they do
+        return (of_pairs.transpose(2, 3) @ vectors.transpose(2, 3)).transpose(2, 3)
+    return vectors @ of_pairs
 
 
 def squares(*gradients: Tensor) -> Tensor:
@@ -309,9 +313,8 @@ def forms_gradient(columns: Tensor, rows: Tensor, places: int) -> bool:
     if not columns.is_floating_point():
         return False
     k, o = columns.shape[2], rows.shape[2]
-    if columns.is_cuda and k * o <= _SMALL and places > _FEW_PLACES:
-        return True
-    return _is_cheaper(k, o, places)
+    small = columns.is_cuda and k * o <= _SMALL and places > _FEW_PLACES
+    return small or _is_cheaper(k, o, places)
 
 
 def _is_cheaper(k: int, o: int, places: int) -> bool:
@@ -408,17 +411,15 @@ def apply_each(rule: Rule, a: Tensor, weights: Tensor, like: Tensor, factors: li
         factors: columns of the input and rows, if they were made.
     """
     if not factors and isinstance(rule, ConvRule) and convolutions.groups_apply(rule, a.shape[1], like):
-
-        def apply(part: Tensor, of_part: Tensor) -> Tensor:
-            return convolutions.grouped_apply(rule, part, of_part)
-
-        return convolutions.in_parts(apply, math.prod(weights.shape[1:]), a, weights)
+        return convolutions.in_parts(
+            partial(convolutions.grouped_apply, rule), math.prod(weights.shape[1:]), a, weights
+        )
     columns = factors[0][0] if factors else rule.columns(a)
     if isinstance(rule, EmbeddingRule):
         index = columns.transpose(1, 2).expand(-1, -1, weights.shape[2])
         return weights.gather(1, index).reshape(like.shape)
     matrices = weights.reshape(weights.shape[0], columns.shape[1], -1, columns.shape[2])
-    return rule.from_rows(matrices @ columns, like.shape)
+    return rule.from_rows(_times(matrices, columns), like.shape)
 
 
 def transpose_each(rule: Rule, delta: Tensor, weights: Tensor, like: Tensor) -> Tensor:
@@ -427,7 +428,12 @@ def transpose_each(rule: Rule, delta: Tensor, weights: Tensor, like: Tensor) -> 
     matrices = weights.reshape(weights.shape[0], rows.shape[1], rows.shape[2], -1)
     if isinstance(rule, ConvRule):
         return rule.transpose_records(matrices, delta, like.shape)
-    return rule.from_columns(matrices.transpose(2, 3) @ rows, like.shape)
+    return rule.from_columns(_times(matrices.transpose(2, 3), rows), like.shape)
+
+
+def _times(matrices: Tensor, columns: Tensor) -> Tensor:
+    """Returns the products of matrices (B, g, O, K) with columns (B, g, K, L); of single numbers without matrices."""
+    return matrices * columns if matrices.shape[2:].numel() == 1 else matrices @ columns
 
 
 def wide_dtype(*tensors: Tensor) -> torch.dtype:
