@@ -229,6 +229,7 @@ def result(folder: Path) -> dict[str, Any]:
     """Returns the verdict of a finished audit and where it is; confidential."""
     from reconbound.report.folder import MODEL, PUBLIC_REPORT, REPORT, read_audit
     from reconbound.report.headline import accuracy_sentence, headline
+    from reconbound.report.success import BASELINES
     from reconbound.report.text import columns_scope
     from reconbound.report.view import View, quantile
 
@@ -247,7 +248,7 @@ def result(folder: Path) -> dict[str, Any]:
         "public_report": str(folder / PUBLIC_REPORT),
         "model": str(folder / MODEL),
         "verdict": headline(view),
-        "success": view.success.rows(),
+        "success": [world.row(baseline) for world in view.success.worlds for baseline in BASELINES],
         "caveats": dict(run.caveats or {}),
         "floors_lower_limit": limits,
         "floors_estimate": floors or None,

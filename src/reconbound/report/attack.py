@@ -196,7 +196,7 @@ def _estimated(view: View, one: Sandwich) -> bool:
     """Returns whether something that the audit states of a record is an estimate, without a confidence limit."""
     record, upper = one.target.record, view.leakage.upper
     unsure = upper is None or not bool(torch.isfinite(upper[0, record]))
-    nats = any(bool(view.success.estimated(world)[record]) for world in view.success.worlds)
+    nats = any(bool(world.estimated[record]) for world in view.success.worlds)
     return nats or (one.target.stated.floor is not None and unsure)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from reconbound._internal.formatting import Side, format_percent
+from reconbound.accounting.divergence_queries import mechanism_successes
 from reconbound.report.formats import amount, count, for_plotly, guess_error, plus_minus
 from reconbound.report.text import column_sentence
 from reconbound.report.view import NEGLIGIBLE, NO_LIMIT, View
@@ -174,12 +175,11 @@ STEPS_AXIS: Figure = {"title": titled("training step"), "fixedrange": True, "nti
 
 def success(view: View) -> Chart | None:
     """Draws the largest chance of success over the chance in the other world, for the leading world."""
-    found = view.success
-    if found.leading is None:
+    lead, baselines = view.success.leading, np.geomspace(1e-4, 0.999, 60)
+    if lead is None:
         return None
-    lead, baselines = found.leading, np.geomspace(1e-4, 0.999, 60)
-    rows = found.rows_at(lead, baselines)
-    best = found.mechanism_chances(lead, baselines)
+    best = mechanism_successes(lead.divergences.account, baselines, removed=lead.divergences.removed)
+    rows = lead.rows_at(baselines, best)
     series = [
         (f"the most exposed {view.noun}", [r["max"] for r in rows], VERMILLION, "solid"),
         ("all but 1 in 100", [r["p99"] for r in rows], ORANGE, "dash"),

@@ -114,20 +114,21 @@ def confidential_page(run: Run, leakage: Leakage, attacked: Attacked | None = No
 
 def success_table(view: View) -> dict[str, Any] | None:
     """Returns a row for each world, and the most exposed records in the leading one; None where none was measured."""
-    found = view.success
-    if found.leading is None:
+    lead = view.success.leading
+    if lead is None:
         return None
     rows = []
-    for world in found.worlds:
-        row = found.row(world)
+    for world in view.success.worlds:
+        row = world.row()
         texts = {name: chance(row[name], estimate=name in row["estimates"]) for name in ("median", "p99", "max")}
         instead = f"in its place: {world.reference or 'a public value'}"
         instead = f"without the {view.noun}" if world.kind == "removed" else instead
-        rows.append({"name": found.title(world, view.noun), "instead": instead, **texts})
-    pairs = list(zip(found.chances(found.leading).tolist(), found.estimated(found.leading).tolist(), strict=True))
-    exposed = [(i, *pairs[i]) for i in found.most_exposed(found.leading)]
-    most = [(view.record_name(i), chance(p, estimate=estimate)) for i, p, estimate in exposed]
-    return {"rows": rows, "most": most, "lead": found.leading, "baseline": format_percent(SHOWN, side="near")}
+        rows.append({"name": world.title(view.noun), "instead": instead, **texts})
+    most = [
+        (view.record_name(i), chance(float(lead.chances[i]), estimate=bool(lead.estimated[i])))
+        for i in lead.most_exposed()
+    ]
+    return {"rows": rows, "most": most, "lead": lead, "baseline": format_percent(SHOWN, side="near")}
 
 
 def _slider(view: View, histogram: charts.Chart) -> dict[str, Any]:

@@ -49,8 +49,8 @@ def record_facts(leakage: Leakage, run: Run, record: int) -> dict[str, Any]:
     known = bool(view.measured[i])
     found: dict[str, Any] = {"confidential": True, "record": i, "name": view.record_name(i)}
     facts: dict[str, Any] = {
-        "success": {world.name: float(view.success.chances(world)[i]) for world in view.success.worlds},
-        "success_estimates": [w.name for w in view.success.worlds if view.success.estimated(w)[i]],
+        "success": {world.name: float(world.chances[i]) for world in view.success.worlds},
+        "success_estimates": [w.name for w in view.success.worlds if w.estimated[i]],
         "measured": int(leakage.measured[i]),
         "dfil": {rule: _finite(float(leakage.dfil[k, i])) for k, rule in enumerate(rules)},
         "dfil_standard_error": {rule: _finite(float(leakage.error[k, i])) for k, rule in enumerate(rules)},

@@ -51,7 +51,7 @@ def success_notes(view: View) -> list[tuple[str, str]]:
     Args:
         view: the audit.
     """
-    return _entries("success-notes.txt", view.run, view=view, found=view.success, shown=SHOWN)
+    return _entries("success-notes.txt", view.run, view=view, shown=SHOWN)
 
 
 # --- how sure it is ------------------------------------------------------------------------
