@@ -237,8 +237,8 @@ def result(folder: Path) -> dict[str, Any]:
     view = View(run, leakage)
     names, exposed = {"lowest": 0.0, "1 %": 0.01, "median": 0.5}, view.exposed_in_some_column
     limits = None  # of the records that have one; those without are counted
-    if view.upper_floor is not None and (view.upper_floor > 0).any():
-        known = view.upper_floor[view.upper_floor > 0]
+    if view.limited.any():
+        known = view.shown[view.limited]
         limits = {**{name: quantile(known, share) for name, share in names.items()}, "without": view.unlimited}
     floors = {name: quantile(view.floor[view.measured], share) for name, share in names.items() if view.unbiased}
     return {

@@ -96,7 +96,7 @@ def _show_all(view: View, folder: Path, as_json: bool) -> None:
             "record": i,
             "name": view.record_name(i),
             "target": view.target(i),
-            "floor_lower_limit": float(view.shown[i]) if view.limited(i) else None,
+            "floor_lower_limit": float(view.shown[i]) if view.limited[i] else None,
             "floor_estimate": float(view.floor[i]),
         }
         for i in most

@@ -294,7 +294,7 @@ def sandwich_chart(view: View, found: Attacked) -> charts.Chart | None:
     for trace in data:
         trace["y"] = [None if y is None else min(max(y, low), high) for y in trace["y"]]
     y = charts.log_axis(low, high, f"± {view.of_range}")
-    x = {"title": charts.titled(f"attacked {view.noun}s, by their floor"), "fixedrange": True, "zeroline": False,
+    x = {"title": f"attacked {view.noun}s, by their floor", "fixedrange": True, "zeroline": False,
          "showticklabels": False}  # fmt: skip
     label = f"Floors and attacks of {len(order)} {view.noun}s"
     return charts.Chart("chart-attack", {"data": data, "layout": charts.layout(360, x, y)}, tuple(keys), "", label)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reconbound.mechanisms.base import read_protection
-from reconbound.report.folder import Run, line, nouns, units
+from reconbound.report.folder import Run, line, terms
 from reconbound.report.formats import clean, paragraphs
 from reconbound.report.view import NEGLIGIBLE, View
 
@@ -88,7 +88,7 @@ def public_headline(run: Run) -> list[str]:
     Args:
         run: the public facts.
     """
-    noun, protection = nouns(run)[0], read_protection(run.guarantee)
+    noun, protection = terms(run)[0], read_protection(run.guarantee)
     if not protection.meaningful:
         return [protection.warning(noun)]
     holds = (
@@ -139,7 +139,7 @@ def any_attacker_sentences(run: Run) -> list[str]:
     Args:
         run: the public facts.
     """
-    (noun, part), (unit, of_range) = nouns(run), units(run)
+    noun, part, unit, of_range = terms(run)
     floors = (line(run, name, unit) for name in ("lecam", "rate_distortion"))  # of each number, and on average
     each, mean = (floor if floor is not None and floor >= NEGLIGIBLE * unit else None for floor in floors)
     single = int(run.data.get("features", 0)) == 1

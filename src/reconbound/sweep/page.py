@@ -209,7 +209,7 @@ def _chances(rows: Sequence[Row], names: Sequence[str], measure: str) -> Chart:
         traces.append(_trace(frontier.pareto(rows, name), name, colour, "solid", measure))
         keys.append(Key(colour, frontier.describe_floor(name), "line"))
     heights = [y for trace in traces for y in trace["y"]] or [0.0]
-    title, top = charts.titled("chance of success (%)"), min(104.0, 1.1 * max(heights) + 2)
+    title, top = "chance of success (%)", min(104.0, 1.1 * max(heights) + 2)
     y = {"title": title, "range": [0.0, top], "zeroline": False, "fixedrange": True, "nticks": 7}
     label = f"{measure[0].upper()}{measure[1:]} against the chance of success of the best attack"
     layout = charts.layout(460, _accuracy_axis(measure), y)
@@ -256,7 +256,7 @@ def _trace(rows: Sequence[Row], floor: str, colour: str, dash: str, measure: str
 
 
 def _accuracy_axis(measure: str) -> dict[str, Any]:
-    title = charts.titled(f"{measure} (%)" if measure == ACCURACY else f"{measure} on test data")
+    title = f"{measure} (%)" if measure == ACCURACY else f"{measure} on test data"
     return {"title": title, "zeroline": False, "fixedrange": True, "nticks": 7}
 
 
