@@ -94,9 +94,12 @@ class View:
         self.single = not self.image and self.features == 1
         self.noun, self.part = ("image", "pixel") if self.image else ("record", "column")
         self.private_parts = "pixels" if self.image else "private columns" if self.features > 1 else "private column"
-        each = (self.features,)
-        self.scale = np.broadcast_to(np.asarray(facts.get("scale", 1.0), dtype=np.float64), each)
-        self.offset = np.broadcast_to(np.asarray(facts.get("offset", 0.0), dtype=np.float64), each)
+        self.scale, self.offset = (
+            np.broadcast_to(np.asarray(facts.get(name, one), dtype=np.float64), self.features)
+            if self.features  # otherwise Fisher information was not measured
+            else np.empty(0)
+            for name, one in (("scale", 1.0), ("offset", 0.0))
+        )
         self.guess_each = np.asarray(self.scale * np.sqrt(np.nan_to_num(leakage.guess.double().numpy())))
         if self.single:
             self.of_range = self.feature_unit(0) or f"in units of {self.feature_name(0)}"
