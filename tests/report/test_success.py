@@ -14,7 +14,7 @@ import torch
 
 import auditing
 from reconbound._internal.formatting import format_percent
-from reconbound.accounting.divergence_queries import largest_divergence, mechanism_success
+from reconbound.accounting.divergence_queries import largest_divergence, mechanism_success, mechanism_successes
 from reconbound.auditing.run import run_audit
 from reconbound.bounds import success_from_kl
 from reconbound.cli.app import run as command
@@ -50,14 +50,15 @@ def test_chances_are_those_of_the_divergences(folder: Path) -> None:
         removed = world.kind == "removed"
         for baseline in BASELINES:
             best = mechanism_success(account, baseline, removed=removed)
-            expected = np.minimum(success_from_kl(baseline, found.nats(world)), best)
-            np.testing.assert_array_equal(found.chances(world, baseline), expected)
-            row = found.row(world, baseline)
+            expected = np.minimum(success_from_kl(baseline, world.divergences.nats), best)
+            np.testing.assert_array_equal(world.divergences.max_success(baseline).value, expected)
+            row = world.row(baseline)
             assert (expected <= row["max"]).all()
             assert np.mean(expected <= row["median"]) >= 0.5
             assert np.mean(expected <= row["p99"]) >= 0.99
             assert baseline <= row["median"] <= row["p99"] <= row["max"] <= best
-        assert (found.nats(world) <= largest_divergence(account, removed=removed)).all()
+        np.testing.assert_array_equal(world.chances, world.divergences.max_success(0.1).value)
+        assert (world.divergences.nats <= largest_divergence(account, removed=removed)).all()
 
 
 @pytest.mark.parametrize("at_once", [1, 100, 100_000])
@@ -65,10 +66,12 @@ def test_many_rows_are_those_of_single_baselines(folder: Path, at_once: int, mon
     monkeypatch.setattr("reconbound.report.success._AT_ONCE", at_once)  # for 40 records: 1, 2 and all baselines
     found, baselines = seen(folder), np.geomspace(1e-4, 0.999, 7)
     for world in found.worlds:
-        best = [found.mechanism_chance(world, float(k)) for k in baselines]
-        np.testing.assert_allclose(found.mechanism_chances(world, baselines), best, rtol=1e-14)
-        for row, k in zip(found.rows_at(world, baselines), baselines, strict=True):
-            one = found.row(world, float(k))
+        account, removed = world.divergences.account, world.divergences.removed
+        best = mechanism_successes(account, baselines, removed=removed)
+        expected = [world.divergences.mechanism_success(float(k)) for k in baselines]
+        np.testing.assert_allclose(best, expected, rtol=1e-14)
+        for row, k in zip(world.rows_at(baselines, best), baselines, strict=True):
+            one = world.row(float(k))
             numbers = [name for name, value in one.items() if type(value) is float]
             assert [row[name] for name in numbers] == pytest.approx([one[name] for name in numbers], rel=1e-14)
             assert {**row, **dict.fromkeys(numbers)} == {**one, **dict.fromkeys(numbers)}
@@ -88,12 +91,12 @@ def test_limits_come_before_estimates_and_unmeasured_records_have_the_mechanisms
     top = largest_divergence(account_of(run), removed=False)
     expected = np.minimum(np.where(np.arange(40) < 30, 2, 1) * leakage.nats[1].numpy(), top)
     expected[39] = top
-    np.testing.assert_array_equal(found.nats(age), expected)
-    assert found.limited(age)
-    assert found.row(age)["basis"] == "upper limits"
-    assert not found.limited(found.worlds[0])
-    assert found.row(found.worlds[0])["basis"] == "estimates"
-    assert (found.row(age)["without_limit"], found.row(found.worlds[0])["without_limit"]) == (9, 40)
+    np.testing.assert_array_equal(age.divergences.nats, expected)
+    assert age.limited.mean() > 0.5
+    assert age.row()["basis"] == "upper limits"
+    assert not found.worlds[0].limited.any()
+    assert found.worlds[0].row()["basis"] == "estimates"
+    assert (age.row()["without_limit"], found.worlds[0].row()["without_limit"]) == (9, 40)
     worlds = [{**w, "kind": "private"} if w["name"] == "income" else w for w in leakage.facts["worlds"]]  # age leads
     told = replace(leakage, nats_upper=upper, nats_measured=times, facts={**leakage.facts, "worlds": worlds})
     assert headline(View(run, told))[-2].endswith(
@@ -110,8 +113,8 @@ def test_the_first_sentence_says_what_the_table_and_the_json_say(
     found = view.success
     lead = found.leading
     assert lead is not None
-    assert float(found.chances(lead).max()) == max(float(found.chances(w).max()) for w in found.worlds[1:3])
-    row = found.row(lead)
+    assert float(lead.chances.max()) == max(float(w.chances.max()) for w in found.worlds[1:3])
+    row = lead.row()
     median, p99, most = (format_percent(row[name]) for name in ("median", "p99", "max"))
     first, second, third = headline(view)[-3:]
     assert first == (
@@ -138,7 +141,7 @@ def test_the_first_sentence_says_what_the_table_and_the_json_say(
     assert rows[lead.name, 0.1] == row
     assert command(["show", str(folder), "--record", "3"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    own = chance(float(found.chances(lead)[3]), estimate=bool(found.estimated(lead)[3]))
+    own = chance(float(lead.chances[3]), estimate=bool(lead.estimated[3]))
     assert f"{lead.name} at most {own} where 10% without" in shown
 
 
@@ -212,7 +215,7 @@ def test_the_largest_chance_leads_where_there_are_no_columns(folder: Path) -> No
     worlds = [{"name": f"token {k}", "kind": kind, "reference": ""} for k, kind in enumerate(kinds)]
     found = Success(run, replace(leakage, facts={**leakage.facts, "worlds": worlds}))
     assert found.leading is not None
-    assert float(found.chances(found.leading).max()) == max(float(found.chances(w).max()) for w in found.worlds)
+    assert float(found.leading.chances.max()) == max(float(w.chances.max()) for w in found.worlds)
 
 
 def test_notes_name_the_other_world_and_what_is_not_said(folder: Path) -> None:
@@ -228,7 +231,7 @@ def test_notes_name_the_other_world_and_what_is_not_said(folder: Path) -> None:
         notes["Several records"]
         == "A person with several records in the data is protected less than these numbers say."
     )
-    above = int((view.success.chances(view.success.leading) > 0.5).sum())
+    above = int((view.success.leading.chances > 0.5).sum())
     assert notes["How many"].startswith(f"From 10%, {above} of 40 records can exceed 50 % in ")
     assert notes["Ranges"].startswith("Some columns’ ranges were read off the data, and so were their middles.")
     declared = {**view.facts, "inferred_ranges": False}
@@ -242,14 +245,14 @@ def test_chances_that_the_noise_decides_are_called_proved(folder: Path) -> None:
     view = View(run, replace(leakage, nats=torch.full_like(leakage.nats, 1e3), nats_upper=None))
     lead = view.success.leading
     assert lead is not None
-    row = view.success.row(lead)
+    row = lead.row()
     assert row["basis"] == "mechanism"
-    assert row["median"] == row["max"] == view.success.mechanism_chance(lead)
+    assert row["median"] == row["max"] == lead.divergences.mechanism_success(0.1)
     said = " ".join(headline(view))
     assert "for half of" not in said
     assert "whatever the method of attack and the data: the noise allows no more, and measuring found no lower" in said
-    assert view.success.most_exposed(lead) == []
-    assert view.success.with_twice_the_noise(lead) < view.success.mechanism_chance(lead)
+    assert lead.most_exposed() == []
+    assert lead.with_twice_the_noise() < lead.divergences.mechanism_success(0.1)
 
 
 def test_a_weak_guarantee_comes_first(tmp_path: Path) -> None:
@@ -310,7 +313,7 @@ def test_numbers_without_a_limit_say_estimate_themselves(folder: Path) -> None:
     ]  # fmt: skip
     small[1, 7] = 0.0  # below all others: the half of the records with the lowest limits is named, not this one
     found = Success(run, replace(some, nats=small))
-    row, age = found.row(found.worlds[1]), np.sort(found.chances(found.worlds[1]))
+    row, age = found.worlds[1].row(), np.sort(found.worlds[1].chances)
     assert row["median"] == age[20] > age[19]
     assert row["estimates"] == ["p99", "max"]
 
@@ -321,9 +324,9 @@ def test_half_of_the_records_is_an_estimate_where_fewer_have_a_limit(folder: Pat
     upper = 1e-3 * leakage.nats.clone()
     upper[1, :21] = torch.inf  # 19 of 40 have limits
     found = Success(run, replace(leakage, nats=1e-3 * leakage.nats, nats_upper=upper))
-    assert found.row(found.worlds[1])["estimates"] == ["median", "p99", "max"]
+    assert found.worlds[1].row()["estimates"] == ["median", "p99", "max"]
     whole = Success(run, replace(leakage, nats=torch.full_like(leakage.nats, 1e3), nats_upper=None))
-    assert whole.row(whole.worlds[1])["estimates"] == []  # the mechanism's own
+    assert whole.worlds[1].row()["estimates"] == []  # the mechanism's own
 
 
 def test_floors_of_columns_say_estimate_themselves(folder: Path) -> None:

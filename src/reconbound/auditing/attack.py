@@ -125,7 +125,7 @@ def choose_records(view: View, counts: Mapping[str, int], seed: int) -> list[Tar
         seed: of the random ones.
     """
     lead = next((w for w in view.success.worlds if w.kind == REMOVED), None)
-    exposed = -view.floor if view.unbiased else None if lead is None else view.success.nats(lead)
+    exposed = -view.floor if view.unbiased else None if lead is None else lead.divergences.nats
     known = view.measured if view.unbiased else np.ones(view.records, dtype=bool)
     if exposed is None:
         raise InputError("records", "must be those of an audit that measured something", view.records)
@@ -190,7 +190,7 @@ def _without_floor(view: View, target: Target) -> Stated:
     """Returns what the audit states of a record's divergences."""
     found: dict[str, float] = {}
     for world in view.success.worlds:
-        nats = float(view.success.nats(world)[target.record])
+        nats = float(world.divergences.nats[target.record])
         if world.kind == REMOVED:
             found["removed"] = nats
         elif world.kind == PRIVATE or len(view.success.worlds) == 2:

@@ -82,8 +82,9 @@ def audit_command(
         raise typer.BadParameter("does not go with --steps", param_hint="--epochs")
     resume = f"; run the same command again{', without --fresh,' if fresh else ''} to go on"
     with shared.plain_errors(resume):
-        from reconbound.auditing.options import open_folder, refuse_other
-        from reconbound.auditing.run import check_publishable, folder_name
+        from reconbound.auditing.options import finished, open_folder, refuse_other
+        from reconbound.auditing.run import check_publishable, folder_name, run_audit
+        from reconbound.validate import KinkWarning
 
         dataset, notes = _load_data(data, shared.reading_options(reading))
         if publish_accuracy:
@@ -98,7 +99,23 @@ def audit_command(
                 shared.confidential_note()  # they quote ranges and cells
             for note in [] if quiet else notes:  # after all that may be wrong with the options
                 shared.print_line(f"Note: {note}", error=True)
-            _run_audit(dataset, options, folder, publish_accuracy, fresh, as_json, quiet)
+            if not fresh and finished(folder, dataset, options, publish_accuracy=publish_accuracy):
+                done = (
+                    f"Finished already: the audit in {folder} has these data and options; nothing was done. --fresh "
+                    "starts over, more --runs add to it, reconbound report builds its pages again."
+                )
+                for line in [] if quiet else [done]:
+                    shared.print_line(line, error=as_json)
+            else:
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", ".*can be guessed")  # printed as a note
+                    options = _print_notes(dataset, options, quiet)
+                    for line in [] if quiet else describe_audit(dataset, options, folder, fresh):
+                        shared.print_line(line, error=as_json)
+                    warnings.simplefilter("ignore", KinkWarning)  # printed as a note, and kept in run.json
+                    how = {"publish_accuracy": publish_accuracy, "fresh": fresh}
+                    run_audit(dataset, options, folder, show=not quiet, **how)
+            _print_result(folder, as_json, quiet)
 
 
 @contextmanager
@@ -140,41 +157,23 @@ def _make_options(dataset: Dataset, given: dict[str, Any], epochs: float | None)
     return replace(options, steps=steps)
 
 
-def _run_audit(
-    dataset: Dataset, options: AuditOptions, out: Path, publish_accuracy: bool, fresh: bool, as_json: bool, quiet: bool
-) -> None:
-    """Trains and reports, unless the folder has the finished audit already; prints notes before and the result."""
+def _print_notes(dataset: Dataset, options: AuditOptions, quiet: bool) -> AuditOptions:
+    """Prints what the model and the settings do not allow, and returns the options with which the audit can be run."""
     from reconbound.auditing.models import check_model
-    from reconbound.auditing.options import finished, without_derivative
-    from reconbound.auditing.run import floors_of, run_audit
+    from reconbound.auditing.options import without_derivative
+    from reconbound.auditing.run import floors_of
     from reconbound.report.text import weaknesses
-    from reconbound.validate import KinkWarning
 
-    if not fresh and finished(out, dataset, options, publish_accuracy=publish_accuracy):
-        if not quiet:
-            shared.print_line(
-                f"Finished already: the audit in {out} has these data and options; nothing was done. --fresh starts "
-                "over, more --runs add to it, reconbound report builds its pages again.",
-                error=as_json,
-            )
-        _print_result(out, as_json, quiet)
-        return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*can be guessed")  # printed as a note
-        caveats = check_model(dataset, options.model)
-        options, notes = without_derivative(options, caveats), list(caveats.values())  # even if quiet: they void floors
-        if not quiet:
-            noun, protection = "image" if dataset.kind == "image" else "record", floors_of(dataset, options).protection
-            notes += [protection.warning(noun), *weaknesses(len(dataset.inputs), protection, noun)]
-            if options.settings.seed is not None:
-                notes.append("whoever guesses the seed knows the noise: release no model that had --seed")
-        for note in filter(None, notes):
-            shared.print_line(f"Note: {note}", error=True)
-        for line in [] if quiet else describe_audit(dataset, options, out, fresh):
-            shared.print_line(line, error=as_json)
-        warnings.simplefilter("ignore", KinkWarning)  # printed as a note, and kept in run.json
-        folder = run_audit(dataset, options, out, show=not quiet, publish_accuracy=publish_accuracy, fresh=fresh)
-    _print_result(folder, as_json, quiet)
+    caveats = check_model(dataset, options.model)
+    options, notes = without_derivative(options, caveats), list(caveats.values())  # even if quiet: they void floors
+    if not quiet:
+        noun, protection = "image" if dataset.kind == "image" else "record", floors_of(dataset, options).protection
+        notes += [protection.warning(noun), *weaknesses(len(dataset.inputs), protection, noun)]
+        if options.settings.seed is not None:
+            notes.append("whoever guesses the seed knows the noise: release no model that had --seed")
+    for note in filter(None, notes):
+        shared.print_line(f"Note: {note}", error=True)
+    return options
 
 
 def _print_result(folder: Path, as_json: bool, quiet: bool) -> None:
@@ -229,6 +228,7 @@ def result(folder: Path) -> dict[str, Any]:
     """Returns the verdict of a finished audit and where it is; confidential."""
     from reconbound.report.folder import MODEL, PUBLIC_REPORT, REPORT, read_audit
     from reconbound.report.headline import accuracy_sentence, headline
+    from reconbound.report.success import BASELINES
     from reconbound.report.text import columns_scope
     from reconbound.report.view import View, quantile
 
@@ -236,8 +236,8 @@ def result(folder: Path) -> dict[str, Any]:
     view = View(run, leakage)
     names, exposed = {"lowest": 0.0, "1 %": 0.01, "median": 0.5}, view.exposed_in_some_column
     limits = None  # of the records that have one; those without are counted
-    if view.upper_floor is not None and (view.upper_floor > 0).any():
-        known = view.upper_floor[view.upper_floor > 0]
+    if view.limited.any():
+        known = view.shown[view.limited]
         limits = {**{name: quantile(known, share) for name, share in names.items()}, "without": view.unlimited}
     floors = {name: quantile(view.floor[view.measured], share) for name, share in names.items() if view.unbiased}
     return {
@@ -247,7 +247,7 @@ def result(folder: Path) -> dict[str, Any]:
         "public_report": str(folder / PUBLIC_REPORT),
         "model": str(folder / MODEL),
         "verdict": headline(view),
-        "success": view.success.rows(),
+        "success": [world.row(baseline) for world in view.success.worlds for baseline in BASELINES],
         "caveats": dict(run.caveats or {}),
         "floors_lower_limit": limits,
         "floors_estimate": floors or None,

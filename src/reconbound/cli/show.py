@@ -96,7 +96,7 @@ def _show_all(view: View, folder: Path, as_json: bool) -> None:
             "record": i,
             "name": view.record_name(i),
             "target": view.target(i),
-            "floor_lower_limit": float(view.shown[i]) if view.limited(i) else None,
+            "floor_lower_limit": float(view.shown[i]) if view.limited[i] else None,
             "floor_estimate": float(view.floor[i]),
         }
         for i in most
@@ -130,14 +130,13 @@ def _show_all(view: View, folder: Path, as_json: bool) -> None:
 def _print_most_likely(view: View, console: Any) -> None:
     """Prints the records with the largest chances of success in the leading world, where they differ."""
     lead = view.success.leading
-    most = [] if lead is None else view.success.most_exposed(lead)
+    most = [] if lead is None else lead.most_exposed()
     if lead is None or not most:
         return
     from reconbound.report.formats import chance
 
-    chances, estimated = view.success.chances(lead), view.success.estimated(lead)
     title = f"The largest chances ({lead.name}), for every attacker who has 10% without"
-    shown = [chance(float(chances[i]), estimate=bool(estimated[i])) for i in most]
+    shown = [chance(float(lead.chances[i]), estimate=bool(lead.estimated[i])) for i in most]
     named = [(view.record_name(i), view.target(i), text) for i, text in zip(most, shown, strict=True)]
     print_table(console, title, ["record", view.target_name, "at most"], named, ("record", view.target_name))
 

@@ -196,7 +196,7 @@ def _estimated(view: View, one: Sandwich) -> bool:
     """Returns whether something that the audit states of a record is an estimate, without a confidence limit."""
     record, upper = one.target.record, view.leakage.upper
     unsure = upper is None or not bool(torch.isfinite(upper[0, record]))
-    nats = any(bool(view.success.estimated(world)[record]) for world in view.success.worlds)
+    nats = any(bool(world.estimated[record]) for world in view.success.worlds)
     return nats or (one.target.stated.floor is not None and unsure)
 
 
@@ -294,7 +294,7 @@ def sandwich_chart(view: View, found: Attacked) -> charts.Chart | None:
     for trace in data:
         trace["y"] = [None if y is None else min(max(y, low), high) for y in trace["y"]]
     y = charts.log_axis(low, high, f"± {view.of_range}")
-    x = {"title": charts.titled(f"attacked {view.noun}s, by their floor"), "fixedrange": True, "zeroline": False,
+    x = {"title": f"attacked {view.noun}s, by their floor", "fixedrange": True, "zeroline": False,
          "showticklabels": False}  # fmt: skip
     label = f"Floors and attacks of {len(order)} {view.noun}s"
     return charts.Chart("chart-attack", {"data": data, "layout": charts.layout(360, x, y)}, tuple(keys), "", label)

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from reconbound._internal.formatting import Side, format_percent
+from reconbound.accounting.divergence_queries import mechanism_successes
+from reconbound.report import folder
 from reconbound.report.formats import amount, count, for_plotly, guess_error, plus_minus
 from reconbound.report.text import column_sentence
 from reconbound.report.view import NEGLIGIBLE, NO_LIMIT, View
@@ -54,8 +56,8 @@ class Chart:
 # --- axes ------------------------------------------------------------------------------
 
 
-def log_ticks(low: float, high: float, most: int = 6) -> tuple[list[float], list[str]]:
-    """Returns the ticks of a logarithmic axis from 10^low to 10^high: positions (log10) and texts, from 2 to `most`.
+def log_ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """Returns the ticks of a logarithmic axis from 10^low to 10^high: numbers, from 2 to `most`.
 
     Args:
         low: log10 of the lower end.
@@ -69,25 +71,14 @@ def log_ticks(low: float, high: float, most: int = 6) -> tuple[list[float], list
             if low - 1e-9 <= math.log10(m * 10.0**e) <= high + 1e-9
         ]  # fmt: skip
         if 2 < len(values) <= most or (2 <= len(values) <= most and marks == (1,)):
-            return _ticks(values)
+            return values
     if high - low > 2:
         apart = math.ceil((high - low) / (most - 1))
-        return _ticks([10.0**e for e in range(math.ceil(low), math.floor(high) + 1, apart)])
+        return [10.0**e for e in range(math.ceil(low), math.floor(high) + 1, apart)]
     ends, room = (10.0**low, 10.0**high), (10.0**high - 10.0**low) / (most - 1)
     unit = 10.0 ** math.floor(math.log10(room))
     step = next(unit * m for m in (1, 2, 5, 10) if unit * m >= room)
-    return _ticks([k * step for k in range(max(math.ceil(ends[0] / step), 1), math.floor(ends[1] / step) + 1)])
-
-
-def _ticks(values: Sequence[float]) -> tuple[list[float], list[str]]:
-    digits = next((n for n in range(3, 15) if len({f"{v:.{n}g}" for v in values}) == len(values)), 15)
-    texts = []
-    for v in values:
-        short = float(f"{v:.{digits}g}")
-        power = math.log10(short)
-        whole = f"10^{round(power)}" if abs(power - round(power)) < 1e-9 else f"{v:.0e}"
-        texts.append(f"{short:,.10g}" if 1e-4 <= short < 1e6 else whole)
-    return [math.log10(v) for v in values], texts
+    return [k * step for k in range(max(math.ceil(ends[0] / step), 1), math.floor(ends[1] / step) + 1)]
 
 
 def logs_of(values: Any) -> np.ndarray:
@@ -104,33 +95,46 @@ def shown_range(logs: np.ndarray, marks: Sequence[float] = (), reach: float = 1.
 
     Args:
         logs: log10 of the data.
-        marks: log10 of values that should be visible.
+        marks: values that should be visible, if they are above 0.
         reach: the distance, in decades, up to which a mark extends the range.
     """
     known = logs[np.isfinite(logs)] if np.isfinite(logs).any() else np.array([0.0])
     middle = float(np.median(known))
     low, high = max(float(known.min()), middle - DECADES), min(float(known.max()), middle + DECADES)
-    for mark in marks:
+    for mark in (math.log10(value) for value in marks if value > 0):
         if low - reach <= mark <= high + reach:
             low, high = min(low, mark), max(high, mark)
     room = max(0.05 * (high - low), 0.02)
     return low - room, high + room
 
 
-def titled(text: str) -> Figure:
-    """Returns an axis title, small enough for a phone."""
-    return {"text": text, "standoff": 12, "font": {"size": 13}}
-
-
-def log_axis(low: float, high: float, title: str, *, most: int = 6) -> Figure:
-    places, texts = log_ticks(low, high, most)
+def log_axis(low: float, high: float, title: str) -> Figure:
+    """Returns a logarithmic axis from 10^low to 10^high, whose ticks have as few digits as tell them apart."""
+    values = log_ticks(low, high)
+    digits = next((n for n in range(3, 15) if len({f"{v:.{n}g}" for v in values}) == len(values)), 15)
+    texts = []
+    for v in values:
+        short = float(f"{v:.{digits}g}")
+        power = math.log10(short)
+        large = f"10^{round(power)}" if abs(power - round(power)) < 1e-9 else f"{v:.0e}"
+        texts.append(f"{short:,.10g}" if 1e-4 <= short < 1e6 else large)
     return {
-        "range": [low, high], "tickvals": places, "ticktext": texts, "title": titled(title),
+        "range": [low, high], "tickvals": [math.log10(v) for v in values], "ticktext": texts, "title": title,
         "zeroline": False, "fixedrange": True, "tickangle": 0,
     }  # fmt: skip
 
 
 def layout(height: int, x: Figure, y: Figure, **more: Any) -> Figure:
+    """Returns the layout of a figure. Titles of axes are text, drawn small enough for a phone.
+
+    Args:
+        height: in pixels.
+        x: the axis.
+        y: the axis.
+        **more: further settings of plotly's.
+    """
+    small = {"standoff": 12, "font": {"size": 13}}
+    x, y = ({**axis, "title": {"text": axis["title"], **small}} if "title" in axis else axis for axis in (x, y))
     return {
         "height": height, "autosize": True, "showlegend": False, "hovermode": "closest", "dragmode": False,
         "margin": {"l": 56, "r": 14, "t": 12, "b": 58}, "paper_bgcolor": "rgba(0,0,0,0)",
@@ -166,7 +170,7 @@ def rows_axis(names: Sequence[str]) -> Figure:
     }  # fmt: skip
 
 
-STEPS_AXIS: Figure = {"title": titled("training step"), "fixedrange": True, "nticks": 6, "zeroline": False}
+STEPS_AXIS: Figure = {"title": "training step", "fixedrange": True, "nticks": 6, "zeroline": False}
 
 
 # --- chances of success ------------------------------------------------------------------------
@@ -174,12 +178,11 @@ STEPS_AXIS: Figure = {"title": titled("training step"), "fixedrange": True, "nti
 
 def success(view: View) -> Chart | None:
     """Draws the largest chance of success over the chance in the other world, for the leading world."""
-    found = view.success
-    if found.leading is None:
+    lead, baselines = view.success.leading, np.geomspace(1e-4, 0.999, 60)
+    if lead is None:
         return None
-    lead, baselines = found.leading, np.geomspace(1e-4, 0.999, 60)
-    rows = found.rows_at(lead, baselines)
-    best = found.mechanism_chances(lead, baselines)
+    best = mechanism_successes(lead.divergences.account, baselines, removed=lead.divergences.removed)
+    rows = lead.rows_at(baselines, best)
     series = [
         (f"the most exposed {view.noun}", [r["max"] for r in rows], VERMILLION, "solid"),
         ("all but 1 in 100", [r["p99"] for r in rows], ORANGE, "dash"),
@@ -200,7 +203,7 @@ def success(view: View) -> Chart | None:
         "range": [-4, 0], "tickvals": [math.log10(m) for m in marks], "zeroline": False, "fixedrange": True,
         "ticktext": [format_percent(m, side="near") for m in marks], "tickangle": 0,
     }  # fmt: skip
-    x, y = {**axis, "title": titled("chance without")}, {**axis, "title": titled("at most, with this model")}
+    x, y = {**axis, "title": "chance without"}, {**axis, "title": "at most, with this model"}
     label = "Largest chance of success with this model over the chance without."
     return Chart("chart-success", {"data": traces, "layout": layout(330, x, y)}, tuple(keys), label=label)
 
@@ -211,13 +214,16 @@ def success(view: View) -> Chart | None:
 def lines(view: View) -> list[tuple[str, float, str, str]]:
     """Returns the calculator's lines and the guess: (text, ± error, colour, dash)."""
     everywhere = f"any data, attacker unbiased for every {view.noun}"
-    found = [
-        ("guessing the average", view.guess, GREY, "dot"),
-        (f"Theorem 1, {everywhere}", view.line("theorem1"), GREEN, "solid"),
-        ("Theorem 1 as the paper computes it (not proved, no guarantee)", view.line("theorem1_paper"), PURPLE, "dash"),
-        (f"all corners, {everywhere}", view.line("corners"), ORANGE, "dashdot"),
-    ]
-    return [(text, at, colour, dash) for text, at, colour, dash in found if at is not None]
+    paper = "Theorem 1 as the paper computes it (not proved, no guarantee)"
+    found = [("guessing the average", view.guess, GREY, "dot")]
+    for name, text, colour, dash in (
+        ("theorem1", f"Theorem 1, {everywhere}", GREEN, "solid"),
+        ("theorem1_paper", paper, PURPLE, "dash"),
+        ("corners", f"all corners, {everywhere}", ORANGE, "dashdot"),
+    ):
+        at = folder.line(view.run, name, view.unit)
+        found += [] if at is None else [(text, at, colour, dash)]
+    return found
 
 
 def histogram(view: View) -> Chart:
@@ -227,9 +233,9 @@ def histogram(view: View) -> Chart:
     outline.
     """
     logs, estimates = logs_of(view.shown[view.measured]), logs_of(view.floor[view.measured])
-    marks, limits = lines(view), view.upper_floor is not None and bool((view.upper_floor > 0).any())
+    marks, limits = lines(view), bool(view.limited.any())
     both = np.concatenate([logs, estimates]) if limits else logs
-    low, high = shown_range(both, [math.log10(at) for _, at, _, _ in marks if at > 0])
+    low, high = shown_range(both, [at for _, at, _, _ in marks])
     edges = bins_of(logs, low, high)
     counts = counts_in(logs, edges)
     top = max(1.0, float(counts.max(initial=0)))
@@ -261,7 +267,7 @@ def histogram(view: View) -> Chart:
     drawn = layout(
         380,
         log_axis(low, high, f"± {'' if view.single else 'error '}{view.of_range} (log scale)"),
-        {"title": titled(f"{view.noun}s"), "range": [0, 1.08 * top], "fixedrange": True, "rangemode": "tozero"},
+        {"title": f"{view.noun}s", "range": [0, 1.08 * top], "fixedrange": True, "rangemode": "tozero"},
         shapes=[
             {**shape, "type": "rect", "line": {"width": 0}, "fillcolor": "rgba(213,94,0,0.16)"},
             {**shape, "type": "line", "line": {"width": 1.5, "color": VERMILLION}},
@@ -313,7 +319,7 @@ def by_class(view: View) -> Chart | None:
         return None
     groups.sort(key=lambda group: (float(np.median(group[1])), group[0]))
     shown = groups[:MOST_ROWS][::-1]
-    low, high = shown_range(np.concatenate([logs for _, logs in shown]), _guess_mark(view), 0.5)
+    low, high = shown_range(np.concatenate([logs for _, logs in shown]), [view.guess], 0.5)
     quantiles = np.array([np.quantile(logs, (0, 0.25, 0.5, 0.75, 1)) for _, logs in shown]).T
     shape = [numbers(np.clip(q, low, high)) for q in quantiles]
     places = list(range(len(shown)))
@@ -330,7 +336,7 @@ def by_class(view: View) -> Chart | None:
     marker = {"color": VERMILLION, "size": 8}
     dots = scatter(np.clip(quantiles[0], low, high), places, hover, mode="markers", marker=marker)
     data, keys = [box, dots], [Key(BLUE, "middle half, with the median"), Key(VERMILLION, "lowest floor", "dot")]
-    if any(low <= mark <= high for mark in _guess_mark(view)):
+    if view.guess > 0 and low <= math.log10(view.guess) <= high:
         guess = f"guessing the average: {guess_error(view.guess)}"
         data.append(_upright(math.log10(view.guess), -0.5, len(shown) - 0.5, GREY, "dot", guess))
         keys.append(Key(GREY, guess, "line", "dot"))
@@ -338,10 +344,6 @@ def by_class(view: View) -> Chart | None:
     drawn = layout(110 + 30 * len(shown), log_axis(low, high, title), rows_axis([name for name, _ in shown]))
     note = f"The {MOST_ROWS} most exposed of {len(groups):,} classes." if len(groups) > MOST_ROWS else ""
     return Chart("chart-classes", {"data": data, "layout": drawn}, tuple(keys), note, "Floors by class")
-
-
-def _guess_mark(view: View) -> list[float]:
-    return [math.log10(view.guess)] if view.guess > 0 else []
 
 
 def _groups(view: View) -> list[tuple[str, np.ndarray]]:
@@ -403,7 +405,7 @@ def growth(view: View) -> Chart | None:
     with np.errstate(divide="ignore"):
         floor = view.unit / np.sqrt(np.where(history > 0, history, 0.0))
     logs = np.where(np.isfinite(floor), logs_of(floor), np.nan)
-    low, high = shown_range(logs[np.isfinite(logs)], _guess_mark(view), 0.7)
+    low, high = shown_range(logs[np.isfinite(logs)], [view.guess], 0.7)
     kinds = (
         ("most exposed", VERMILLION, "solid"),
         ("1 in 100 is more exposed", ORANGE, "dash"),
@@ -418,10 +420,10 @@ def growth(view: View) -> Chart | None:
         line = {"color": colour, "width": 2.5, "dash": dash}
         data.append(scatter(steps, np.clip(logs[:, k], low, high), hover, line=line))
     keys = [Key(colour, text, "line", dash) for text, colour, dash in kinds]
-    for mark in _guess_mark(view):
-        if low <= mark <= high:
-            data.append(scatter(steps[[0, -1]], [mark] * 2, line={"color": GREY, "width": 2, "dash": "dot"}))
-            keys.append(Key(GREY, f"guessing the average: {guess_error(view.guess)}", "line", "dot"))
+    if view.guess > 0 and low <= math.log10(view.guess) <= high:
+        mark = [math.log10(view.guess)] * 2
+        data.append(scatter(steps[[0, -1]], mark, line={"color": GREY, "width": 2, "dash": "dot"}))
+        keys.append(Key(GREY, f"guessing the average: {guess_error(view.guess)}", "line", "dot"))
     drawn = layout(320, STEPS_AXIS, log_axis(low, high, f"floor, ± {view.of_range}"))
     runs, note = int(view.run.mechanism.get("runs", 1)), ""
     if runs > 1 and view.worst is not None and math.isfinite(floor[-1, 0]):
@@ -441,7 +443,7 @@ def accuracy(view: View) -> Chart | None:
     hover = [f"step {s:,.0f}: {name}{view.format_accuracy(a)}" for s, a in zip(steps, found, strict=True)]
     how: Figure = {"mode": "lines+markers", "line": {"color": BLUE, "width": 2.5}, "marker": {"size": 6}}
     trace = scatter(steps, found, hover, **how)
-    y: Figure = {"title": titled("test accuracy" if view.classes else "R² on test data"), "fixedrange": True}
+    y: Figure = {"title": "test accuracy" if view.classes else "R² on test data", "fixedrange": True}
     if view.classes:
         y |= {"tickformat": ".0%", "range": [0, 1.04]}
     drawn = layout(320, STEPS_AXIS, y)

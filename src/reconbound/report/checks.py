@@ -87,7 +87,11 @@ def _check_tensors(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> N
         for axis, length in zip(plain, given.shape, strict=False):
             if sizes.setdefault(axis, length) != length:
                 raise InputError(name, f"must have {sizes[axis]} in place of {length}", tuple(given.shape))
-        _check_kind(name, given)
+        real = given.dtype in (torch.float32, torch.float64)
+        natural = not given.is_floating_point() and not given.is_complex() and given.dtype != torch.bool
+        if given.numel() and not (natural if name in _WHOLE else real or (natural and name in _EITHER)):
+            what = "whole" if name in _WHOLE else "floating-point"
+            raise InputError(name, f"must be of {what} numbers", str(given.dtype))
     if facts.get("shown_of") is not None:
         whole("shown_of", facts["shown_of"], at_least=sizes["N"])
     if sizes["worlds"] and not {"nats", "nats_measured"} <= set(tensors):
@@ -100,16 +104,6 @@ def _check_tensors(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> N
         given = tensors[name]
         if not bool((given >= 0).all()):  # NaN is not
             raise InputError(name, "must not be negative, nor NaN", float(given.min()))
-
-
-def _check_kind(name: str, given: Tensor) -> None:
-    if not given.numel():
-        return
-    real = given.dtype in (torch.float32, torch.float64)
-    natural = not given.is_floating_point() and not given.is_complex() and given.dtype != torch.bool
-    if not (natural if name in _WHOLE else real or (natural and name in _EITHER)):
-        what = "whole" if name in _WHOLE else "floating-point"
-        raise InputError(name, f"must be of {what} numbers", str(given.dtype))
 
 
 def _check_priors(facts: Mapping[str, Any], features: int) -> None:

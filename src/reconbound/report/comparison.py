@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -92,8 +91,7 @@ def audit_facts(view: View, name: str, folder: str | os.PathLike[str]) -> dict[s
         name: its name.
         folder: its folder.
     """
-    upper, estimates = view.upper_floor, view.floor[view.measured] / view.unit
-    limits = None if upper is None or not (upper > 0).any() else upper[upper > 0] / view.unit
+    limits, estimates = view.shown[view.limited] / view.unit, view.floor[view.measured] / view.unit
     accuracy = "–" if view.accuracy is None else view.format_accuracy(view.accuracy)
     return {
         "name": name, "folder": os.fspath(folder), "data": clean(view.run.data.get("name", "–"), 60),
@@ -101,7 +99,7 @@ def audit_facts(view: View, name: str, folder: str | os.PathLike[str]) -> dict[s
         "epsilon": view.run.guarantee.get("epsilon"), "accuracy": view.accuracy,
         "accuracy_said": accuracy if view.classes or view.accuracy is None else f"R² {accuracy}",
         "accuracy_baseline": view.facts.get("accuracy_baseline"),
-        "floors": {"lowest_lower_limit": None if limits is None else float(limits.min()),
+        "floors": {"lowest_lower_limit": float(limits.min()) if limits.size else None,
                    "lowest_estimate": float(estimates.min()) if estimates.size else None,
                    "median_estimate": float(np.median(estimates)) if estimates.size else 0.0},
         "meaningful": view.protection.meaningful, "success_at_1_percent": view.protection.success,
@@ -310,7 +308,7 @@ def overlay(views: Sequence[View], names: Sequence[str]) -> charts.Chart:
         names: a name for each.
     """
     logs = [charts.logs_of(view.floor[view.measured] / view.unit) for view in views]
-    low, high = charts.shown_range(np.concatenate(logs), [math.log10(v.guess / v.unit) for v in views if v.guess > 0])
+    low, high = charts.shown_range(np.concatenate(logs), [v.guess / v.unit for v in views])
     edges = charts.bins_of(np.concatenate(logs), low, high)
     data, keys = [], []
     for k, (view, name, own) in enumerate(zip(views, names, logs, strict=True)):
@@ -321,6 +319,6 @@ def overlay(views: Sequence[View], names: Sequence[str]) -> charts.Chart:
         outline, fill = np.repeat(edges, 2)[1:-1], {"fill": "tozeroy", "fillcolor": f"{colour}1f"}
         data.append(charts.scatter(outline, share, for_plotly(name, 60), line=line, **fill))
         keys.append(charts.Key(colour, name, "line", dash))
-    y = {"title": charts.titled("share of records"), "tickformat": ".0%", "fixedrange": True, "rangemode": "tozero"}
+    y = {"title": "share of records", "tickformat": ".0%", "fixedrange": True, "rangemode": "tozero"}
     drawn = charts.layout(400, charts.log_axis(low, high, "± error, share of the range (log scale)"), y)
     return charts.Chart("chart-compare", {"data": data, "layout": drawn}, tuple(keys), "", "Floors of several runs")

@@ -32,13 +32,15 @@ from torch import Tensor
 from reconbound._internal import files
 from reconbound._internal.checks import InputError, number, numbers, warn_user, whole
 from reconbound._internal.large_files import write_sealed
+from reconbound.mechanisms.guarantee import guarantee
 from reconbound.report.checks import REMOVED, check_leakage
 from reconbound.report.formats import pixel_scale
 
 if TYPE_CHECKING:
     from reconbound.accounting.spec import Account
-    from reconbound.mechanisms import SampledGaussian
-    from reconbound.mechanisms.guarantee import Guarantee
+
+#: The guarantee of an audit, computed once for its pages, its comparison and its table.
+_guarantee = lru_cache(maxsize=16)(guarantee)
 
 FORMAT = 1
 RUN, LEAKAGE, CHECKPOINTS = "run.json", "leakage.safetensors", "checkpoints"
@@ -183,16 +185,12 @@ def write_run(folder: str | os.PathLike[str], run: Run) -> None:
         folder: the audit's.
         run: the public facts.
     """
-    files.write_whole(Path(folder) / RUN, files.sealed_json(_content(run)), mode=files.PUBLIC)
-
-
-def _content(run: Run) -> dict[str, Any]:
-    return {"format": FORMAT, **{f.name: getattr(run, f.name) for f in fields(run)}}
+    files.write_whole(Path(folder) / RUN, files.sealed_json({"format": FORMAT, **vars(run)}), mode=files.PUBLIC)
 
 
 def run_digest(run: Run) -> str:
     """Returns the digest by which a leakage file names the run that it belongs to."""
-    return files.json_digest(_content(run))
+    return files.json_digest({"format": FORMAT, **vars(run)})
 
 
 def read_run(folder: str | os.PathLike[str]) -> Run:
@@ -284,7 +282,7 @@ def recomputed(run: Run, folder: str | os.PathLike[str]) -> Run:
     try:
         account, delta = account_of(run), run.guarantee.get("delta")
         options = {} if delta is None else {"delta": delta}
-        found = _floors_of(account.mechanism(), account.features, **options).to_dict()
+        found = _guarantee(account.mechanism(), dim=account.features, low=0.0, high=1.0, **options).to_dict()
     except (KeyError, TypeError, ValueError) as reason:
         raise files.Unreadable(f"{Path(folder) / RUN} names no mechanism that can be computed ({reason})") from None
     stored, computed = run.guarantee.get("epsilon"), found.get("epsilon")
@@ -293,14 +291,6 @@ def recomputed(run: Run, folder: str | os.PathLike[str]) -> Run:
         text = f"{Path(folder) / RUN} says ε = {stored}; its mechanism has ε = {computed}, which is reported"
         warn_user(text, UserWarning)
     return replace(run, guarantee=found)
-
-
-@lru_cache(maxsize=16)
-def _floors_of(mechanism: SampledGaussian, features: int, delta: float = 1e-5) -> Guarantee:
-    """Returns the guarantee of an audit, computed once for its pages, its comparison and its table."""
-    from reconbound.mechanisms.guarantee import guarantee
-
-    return guarantee(mechanism, dim=features, low=0.0, high=1.0, delta=delta)
 
 
 def account_of(run: Run) -> Account:
@@ -387,18 +377,17 @@ def floors(leakage: Leakage, rule: str | None = None) -> Tensor:
 # --- public facts in the units of the page ----------------------------------------------------
 
 
-def nouns(run: Run) -> tuple[str, str]:
-    """Returns the names of a record and of one of its private numbers."""
-    return ("image", "pixel") if run.data.get("kind") == "image" else ("record", "column")
+def terms(run: Run) -> tuple[str, str, float, str]:
+    """Returns the names of a record and of one of its private numbers, and the unit of the public page's errors.
 
-
-def units(run: Run) -> tuple[float, str]:
-    """Returns the unit of the public page's errors: an image's range, otherwise shares of a column's range."""
-    ends = run.data.get("range")
-    if run.data.get("kind") != "image" or not ends:
-        return 1.0, "of the range"
+    The unit is an image's range, otherwise shares of a column's range: (noun, part, unit, the unit in words).
+    """
+    image, ends = run.data.get("kind") == "image", run.data.get("range")
+    noun, part = ("image", "pixel") if image else ("record", "column")
+    if not image or not ends:
+        return noun, part, 1.0, "of the range"
     low, high = float(ends[0]), float(ends[1])
-    return high - low, pixel_scale(low, high)
+    return noun, part, high - low, pixel_scale(low, high)
 
 
 def line(run: Run, name: str, unit: float = 1.0) -> float | None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reconbound.mechanisms.base import read_protection
-from reconbound.report.folder import Run, line, nouns, units
+from reconbound.report.folder import Run, line, terms
 from reconbound.report.formats import clean, paragraphs
 from reconbound.report.view import NEGLIGIBLE, View
 
@@ -42,12 +42,12 @@ def describe_shown(view: View) -> list[str]:
 
 def warnings(view: View) -> list[str]:
     """Returns what comes before the finding: a weak guarantee, little protection, or floors that are not proved."""
-    found, weak = view.success, view.protection.warning(view.noun)
-    if found.leading is None:
+    lead, weak = view.success.leading, view.protection.warning(view.noun)
+    if lead is None:
         return [*([weak] if weak else []), *model_caveats(view.run.caveats)]
     if weak:
         return [weak]
-    row = found.row(found.leading)
+    row = lead.row()
     if row["max"] < ALMOST_NONE:
         return []
     if row["median"] >= ALMOST_NONE:
@@ -65,12 +65,12 @@ def model_caveats(caveats: Mapping[str, str] | None) -> list[str]:
 
 def finding(view: View) -> list[str]:
     """Returns the largest chances of success against the records; in folders without them, the unbiased floors."""
-    found = view.success
-    if found.leading is None:
+    lead = view.success.leading
+    if lead is None:
         return unbiased_finding(view)
     names = [view.feature_name(j) for j in range(view.features)]
-    unit = view.feature_unit(names.index(found.leading.name)) if found.leading.name in names else ""
-    return paragraphs("success.txt", view=view, found=found, unit=unit)
+    unit = view.feature_unit(names.index(lead.name)) if lead.name in names else ""
+    return paragraphs("success.txt", view=view, lead=lead, unit=unit)
 
 
 def unbiased_finding(view: View) -> list[str]:
@@ -88,7 +88,7 @@ def public_headline(run: Run) -> list[str]:
     Args:
         run: the public facts.
     """
-    noun, protection = nouns(run)[0], read_protection(run.guarantee)
+    noun, protection = terms(run)[0], read_protection(run.guarantee)
     if not protection.meaningful:
         return [protection.warning(noun)]
     holds = (
@@ -139,7 +139,7 @@ def any_attacker_sentences(run: Run) -> list[str]:
     Args:
         run: the public facts.
     """
-    (noun, part), (unit, of_range) = nouns(run), units(run)
+    noun, part, unit, of_range = terms(run)
     floors = (line(run, name, unit) for name in ("lecam", "rate_distortion"))  # of each number, and on average
     each, mean = (floor if floor is not None and floor >= NEGLIGIBLE * unit else None for floor in floors)
     single = int(run.data.get("features", 0)) == 1

@@ -11,7 +11,6 @@ import base64
 import hashlib
 import os
 from collections.abc import Mapping
-from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,9 +33,8 @@ from reconbound.report.folder import (
     Leakage,
     Run,
     line,
-    nouns,
     read_audit,
-    units,
+    terms,
 )
 from reconbound.report.formats import amount, beyond, chance, clean, guess_error, percent, plus_minus, span, templates
 from reconbound.report.records import cards, tiles
@@ -114,20 +112,21 @@ def confidential_page(run: Run, leakage: Leakage, attacked: Attacked | None = No
 
 def success_table(view: View) -> dict[str, Any] | None:
     """Returns a row for each world, and the most exposed records in the leading one; None where none was measured."""
-    found = view.success
-    if found.leading is None:
+    lead = view.success.leading
+    if lead is None:
         return None
     rows = []
-    for world in found.worlds:
-        row = found.row(world)
+    for world in view.success.worlds:
+        row = world.row()
         texts = {name: chance(row[name], estimate=name in row["estimates"]) for name in ("median", "p99", "max")}
         instead = f"in its place: {world.reference or 'a public value'}"
         instead = f"without the {view.noun}" if world.kind == "removed" else instead
-        rows.append({"name": found.title(world, view.noun), "instead": instead, **texts})
-    pairs = list(zip(found.chances(found.leading).tolist(), found.estimated(found.leading).tolist(), strict=True))
-    exposed = [(i, *pairs[i]) for i in found.most_exposed(found.leading)]
-    most = [(view.record_name(i), chance(p, estimate=estimate)) for i, p, estimate in exposed]
-    return {"rows": rows, "most": most, "lead": found.leading, "baseline": format_percent(SHOWN, side="near")}
+        rows.append({"name": world.title(view.noun), "instead": instead, **texts})
+    most = [
+        (view.record_name(i), chance(float(lead.chances[i]), estimate=bool(lead.estimated[i])))
+        for i in lead.most_exposed()
+    ]
+    return {"rows": rows, "most": most, "lead": lead, "baseline": format_percent(SHOWN, side="near")}
 
 
 def _slider(view: View, histogram: charts.Chart) -> dict[str, Any]:
@@ -192,10 +191,13 @@ def public_page(run: Run) -> bytes:
 def public_context(run: Run) -> dict[str, Any]:
     """Returns everything that the public page shows."""
     data, found = run.data, run.guarantee
-    noun, part = nouns(run)
+    noun, part, unit, of_range = terms(run)
+    at = f"at δ = {format_limit(float(found.get('delta', 1e-5)), 6)}"
+    epsilons = (("replace-one", found.get("epsilon")), ("add/remove", found.get("epsilon_add_remove")))
     caveats = [text.INFERRED] if data.get("inferred_ranges") else []
     if run.training.get("seed_from") in (CHOSEN_SEED, TORCH_NOISE):
         caveats.append(f"The noise is {text.SEEDS[str(run.training['seed_from'])]}")
+    advantage = found.get("membership_advantage")
     any_attacker = headline.any_attacker_sentences(run) if read_protection(found).meaningful else []
     return {
         "title": f"{clean(data.get('name', 'data'), 80)}: what the training guarantees",
@@ -206,15 +208,15 @@ def public_context(run: Run) -> dict[str, Any]:
         "data": data,
         "columns": column_rows(run),
         "any_unbiased": (line(run, "theorem1") or 0.0) >= NEGLIGIBLE,
-        "membership": membership(found),
+        "membership": None if advantage is None else format_percent((1 + float(advantage)) / 2),
         "rero": [
             (format_percent(r["kappa"], side="near"), format_percent(r["success"])) for r in found.get("rero", ())
         ],
-        "epsilons": epsilons(found),
+        "epsilons": [(name, amount(float(e), side="up"), at) for name, e in epsilons if e is not None],
         "notes": [clean(note, 400) for note in found.get("notes", ())],
         "assumptions": text.public_assumptions(run, noun, part),
         "accuracy": None if run.accuracy is None else f"{run.accuracy:.0%}",
-        **_mechanism_context(run, noun, part, *units(run)),
+        **_mechanism_context(run, noun, part, unit, of_range),
     }
 
 
@@ -271,38 +273,12 @@ def column_rows(run: Run) -> list[dict[str, str]]:
     return rows
 
 
-def membership(found: Mapping[str, Any]) -> str | None:
-    """Returns the largest chance to tell two candidates apart; None where it is not known."""
-    advantage = found.get("membership_advantage")
-    return None if advantage is None else format_percent((1 + float(advantage)) / 2)
-
-
-def epsilons(found: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Returns rows of (neighbours, ε, at which δ)."""
-    delta = float(found.get("delta", 1e-5))
-    rows = (("replace-one", found.get("epsilon")), ("add/remove", found.get("epsilon_add_remove")))
-    return [
-        (name, amount(float(e), side="up"), f"at δ = {format_limit(delta, 6)}") for name, e in rows if e is not None
-    ]
-
-
 # --- templates -------------------------------------------------------------------------------
 
 
 def as_json(content: Any) -> Markup:
     """Returns JSON for a script element: nothing in it can end the element or start another."""
     return htmlsafe_json_dumps(content, allow_nan=False, ensure_ascii=True, separators=(",", ":"), sort_keys=True)
-
-
-@cache
-def _plotly_js() -> str:
-    from plotly.offline import get_plotlyjs
-
-    return str(get_plotlyjs())
-
-
-def _read_template(name: str) -> str:
-    return (files("reconbound.report") / "templates" / name).read_text(encoding="utf-8")
 
 
 def render(template: str, context: Mapping[str, Any], figures: Mapping[str, Any] | None, data: Any = None) -> bytes:
@@ -314,7 +290,11 @@ def render(template: str, context: Mapping[str, Any], figures: Mapping[str, Any]
         figures: by the id of their element; None for a page without scripts.
         data: for our script.
     """
-    scripts = [] if figures is None else [_plotly_js(), _read_template("report.js")]
+    folder, scripts = files("reconbound.report") / "templates", []
+    if figures is not None:
+        from plotly.offline import get_plotlyjs
+
+        scripts = [str(get_plotlyjs()), (folder / "report.js").read_text(encoding="utf-8")]
     digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     policy = (
         "default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
@@ -324,7 +304,7 @@ def render(template: str, context: Mapping[str, Any], figures: Mapping[str, Any]
         **context,
         version=__version__,
         policy=policy,
-        style=Markup(_read_template("style.css")),
+        style=Markup((folder / "style.css").read_text(encoding="utf-8")),
         scripts=[Markup(script) for script in scripts],
         content=None if figures is None else as_json({"charts": figures, **(data or {})}),
     )  # fmt: skip

@@ -19,7 +19,7 @@ from reconbound.mechanisms.base import BLIND
 from reconbound.report import formats
 from reconbound.report.folder import Leakage, Run
 from reconbound.report.headline import BEYOND, WEAK_EPSILON
-from reconbound.report.view import NO_LIMIT, View
+from reconbound.report.view import NO_LIMIT, View, quantile
 
 #: Images shown of each kind (half as many rows of a table), and columns of one before the rest is folded away.
 SHOWN, COLUMNS = 8, 8
@@ -45,16 +45,15 @@ def record_facts(leakage: Leakage, run: Run, record: int) -> dict[str, Any]:
     if i >= view.records:
         raise InputError("record", f"must be below {view.records:,}, the number of records", record)
     rules = list(view.facts.get("rules", ["exact"]))
-    upper = view.upper_floor
     known = bool(view.measured[i])
     found: dict[str, Any] = {"confidential": True, "record": i, "name": view.record_name(i)}
     facts: dict[str, Any] = {
-        "success": {world.name: float(view.success.chances(world)[i]) for world in view.success.worlds},
-        "success_estimates": [w.name for w in view.success.worlds if view.success.estimated(w)[i]],
+        "success": {world.name: float(world.chances[i]) for world in view.success.worlds},
+        "success_estimates": [w.name for w in view.success.worlds if w.estimated[i]],
         "measured": int(leakage.measured[i]),
         "dfil": {rule: _finite(float(leakage.dfil[k, i])) for k, rule in enumerate(rules)},
         "dfil_standard_error": {rule: _finite(float(leakage.error[k, i])) for k, rule in enumerate(rules)},
-        "floor_lower_limit": float(upper[i]) if upper is not None and upper[i] > 0 else None,
+        "floor_lower_limit": float(view.shown[i]) if view.limited[i] else None,
         "floor_estimate": float(view.floor[i]),
         "floor_estimate_standard_error": view.floor_error(i),
         "runs": int(view.run.mechanism.get("runs", 1)),
@@ -166,8 +165,8 @@ def _card(view: View, record: int, maps: np.ndarray | None, ends: tuple[float, f
     return {
         "record": record,
         "floor": formats.plus_minus(float(view.shown[record])),
-        "kind": f"at {view.level} confidence" if view.limited(record) else "estimate, no confidence limit",
-        "estimate": f"estimate {formats.plus_minus(float(view.floor[record]))}, " if view.limited(record) else "",
+        "kind": f"at {view.level} confidence" if view.limited[record] else "estimate, no confidence limit",
+        "estimate": f"estimate {formats.plus_minus(float(view.floor[record]))}, " if view.limited[record] else "",
         "error": "s.e. over 50 %" if error is None else f"s.e. {formats.rough(error)}",
         "ratio": _ratio(float(view.shown[record]), view.guess),
         "picture": data_uri(picture(view.leakage.kept_inputs[place].numpy())) if view.image else None,
@@ -204,7 +203,9 @@ def _ratio(floor: float, guess: float) -> str:
 def tiles(view: View) -> list[dict[str, str]]:
     """Returns the few figures at the top of the page: title, figure, and a line below."""
     template = formats.templates(html=False).get_template("tiles.txt")
-    parts = template.render(view=view, blind=BLIND, ratio=_ratio, weak_epsilon=WEAK_EPSILON).strip().split("\n\n")
+    context: dict[str, Any] = {"blind": BLIND, "ratio": _ratio, "weak_epsilon": WEAK_EPSILON}
+    context["median"] = quantile(view.shown[view.measured], 0.5)
+    parts = template.render(view=view, **context).strip().split("\n\n")
     return [dict(zip(("title", "figure", "below"), part.strip().split("\n"), strict=True)) for part in parts]
 
 

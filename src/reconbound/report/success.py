@@ -15,7 +15,6 @@ from reconbound.accounting.divergence_queries import (
     WorldDivergences,
     largest_divergence,
     mechanism_success,
-    mechanism_successes,
 )
 from reconbound.accounting.feature_ledger import average_floor
 from reconbound.bounds import success_estimate, success_from_kl
@@ -33,26 +32,111 @@ _AT_ONCE = 100_000
 PLACES = {"median": 0.5, "p99": 0.99, "max": 1.0}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class World:
-    """Another world of each record.
+    """Another world of each record, and the largest chances of success against the records beside those in it.
 
     Attributes:
-        row: of the leakage file's tensors.
         name: "removed", a column's name, or "private".
         kind: "removed", "column", "category", "token" or "private".
         reference: the public value in the place of the record's own, in words; "" where the record is left out.
+        single: whether it differs in one column or token only.
+        measured: the number of measurements of each record, (N,).
+        limited: which records' divergences are at upper confidence limits, (N,).
+        divergences: those of the records, as they are shown first, and the queries of them.
     """
 
-    row: int
     name: str
     kind: str
     reference: str
+    single: bool
+    measured: np.ndarray
+    limited: np.ndarray
+    divergences: WorldDivergences
 
-    @property
-    def single(self) -> bool:
-        """Returns whether the world differs in one column or token only."""
-        return self.kind in ("column", "category", "token")
+    @cached_property
+    def chances(self) -> np.ndarray:
+        """Returns the largest chance of success against each record from SHOWN, (N,)."""
+        return np.asarray(self.divergences.max_success(SHOWN).value)
+
+    @cached_property
+    def estimated(self) -> np.ndarray:
+        """Returns for which records that chance is an estimate, (N,): neither at a limit nor the mechanism's."""
+        return ~self.sure(self.chances, self.divergences.mechanism_success(SHOWN))
+
+    def sure(self, chances: np.ndarray, best: float) -> np.ndarray:
+        """Returns which chances are no estimates, (N,): those at a confidence limit, and the mechanism's own.
+
+        Args:
+            chances: of each record, (N,).
+            best: the chance that the mechanism allows.
+        """
+        proved = (chances >= best) | (self.divergences.nats >= self.divergences.cap)
+        return np.asarray(self.limited | proved)
+
+    def row(self, baseline: float = SHOWN) -> dict[str, Any]:
+        """Returns what holds for half of the records, for all but 1 in 100, and for all, and on what that rests.
+
+        "basis": "mechanism" where half of the records have no lower limit than the noise's own, which is proved; "upper
+        limits" or "estimates" otherwise. "without_limit": the number of measured records without a confidence limit.
+        "estimates": which of the three numbers rest on estimates, because too few records have limits.
+
+        Args:
+            baseline: κ, the chance of the same attack in the other world.
+        """
+        chances = self.chances if baseline == SHOWN else np.asarray(self.divergences.max_success(baseline).value)
+        return self._row(baseline, chances, self.divergences.mechanism_success(baseline))
+
+    def rows_at(self, baselines: np.ndarray, best: np.ndarray) -> list[dict[str, Any]]:
+        """Returns `row` for each of many baselines, of few records for all of them in one go.
+
+        Args:
+            baselines: κ, (K,).
+            best: the chance that the mechanism allows from each, (K,).
+        """
+        nats, found = self.divergences.nats, []
+        at_once = max(1, _AT_ONCE // max(1, len(nats)))
+        for start in range(0, len(baselines), at_once):
+            part = slice(start, start + at_once)
+            chances = np.minimum(success_from_kl(baselines[part, None], nats), best[part, None])
+            rows = zip(baselines[part].tolist(), chances, best[part].tolist(), strict=True)
+            found += [self._row(*row) for row in rows]
+        return found
+
+    def _row(self, baseline: float, chances: np.ndarray, best: float) -> dict[str, Any]:
+        at, estimates = over_records(chances, self.sure(chances, best), best)
+        basis = "upper limits" if self.limited.mean() > 0.5 else "estimates"
+        basis = "mechanism" if at["median"] >= best else basis
+        without = int(((self.measured > 0) & ~self.limited).sum())
+        found = {"world": self.name, "baseline": baseline, **at, "basis": basis}
+        return {**found, "without_limit": without, "estimates": estimates}
+
+    def likely(self) -> float:
+        """Returns about what the best attack reaches against the most exposed record: an estimate, no bound."""
+        most = float(self.divergences.nats.max())
+        return min(float(success_estimate(SHOWN, most)), float(self.chances.max()))
+
+    def with_twice_the_noise(self) -> float:
+        """Returns the largest chance of success from SHOWN that the mechanism would allow with twice its noise."""
+        account = self.divergences.account
+        more = replace(account, noise_multiplier=2 * account.noise_multiplier)
+        return mechanism_success(more, SHOWN, removed=self.divergences.removed)
+
+    def title(self, noun: str) -> str:
+        """Returns what is guessed or reconstructed.
+
+        Args:
+            noun: the name of a record.
+        """
+        return {"removed": f"anything about the {noun}", "private": "everything private together"}.get(
+            self.kind, self.name
+        )
+
+    def most_exposed(self, count: int = 10) -> list[int]:
+        """Returns the records with the largest chances, the largest first; none where all have the same."""
+        if float(np.ptp(self.chances)) == 0:
+            return []
+        return [int(i) for i in np.argsort(-self.divergences.nats, kind="stable")[:count]]
 
 
 @dataclass(frozen=True)
@@ -69,191 +153,34 @@ class Success:
     @cached_property
     def worlds(self) -> list[World]:
         """Returns the worlds that were measured; empty in folders without them."""
-        if self.leakage.nats is None:
+        leakage, facts = self.leakage, self.leakage.facts
+        if leakage.nats is None:
             return []
-        rows = list(self.leakage.facts.get("worlds") or ())[: len(self.leakage.nats)]
-        return [
-            World(k, clean(row["name"], 80), str(row["kind"]), clean(row.get("reference", ""), 80))
-            for k, row in enumerate(rows)
-        ]
+        assert leakage.nats_measured is not None
+        account, means = account_of(self.run), np.asarray(facts.get("mean_nats") or (), dtype=np.float64).ravel()
+        found = []
+        for k, row in enumerate(list(facts.get("worlds") or ())[: len(leakage.nats)]):
+            name, kind = clean(row["name"], 80), str(row["kind"])
+            nats, measured = leakage.nats[k].double().numpy(), leakage.nats_measured[k].numpy()
+            nats, limited = np.where(np.isnan(nats), np.inf, np.maximum(nats, 0.0)), np.zeros(nats.shape, bool)
+            if leakage.nats_upper is not None:
+                upper = leakage.nats_upper[k].double().numpy()
+                limited = np.isfinite(upper)
+                nats = np.where(limited, upper, nats)
+            other = REMOVED if kind == REMOVED else name if name != REMOVED else f"column {name!r}"
+            top = largest_divergence(account, removed=kind == REMOVED)
+            nats = np.minimum(np.where(measured > 0, nats, np.inf), top)
+            mean = max(float(means[k]), 0.0) if k < len(means) else top  # older folders have none
+            single, reference = kind in ("column", "category", "token"), clean(row.get("reference", ""), 80)
+            divergences = WorldDivergences(account, other, nats, min(mean, top))
+            found.append(World(name, kind, reference, single, measured, limited, divergences))
+        return found
 
     @cached_property
     def leading(self) -> World | None:
         """Returns the world of the first sentence: that with the largest chance, among the columns if there are any."""
-        single = [w for w in self.worlds if w.kind in ("column", "category")]
-        order = single or self.worlds
-        return max(order, key=lambda w: (float(self.chances(w).max()), float(np.median(self.nats(w)))), default=None)
-
-    def limited(self, world: World) -> bool:
-        """Returns whether most chances in a world are at confidence limits."""
-        upper = self.leakage.nats_upper
-        return upper is not None and float(upper[world.row].isfinite().double().mean()) > 0.5
-
-    def unlimited(self, world: World) -> int:
-        """Returns the number of measured records in a world whose chances are estimates, without a confidence limit."""
-        upper = self.leakage.nats_upper
-        known = self.measured(world) > 0
-        return int((known if upper is None else known & ~upper[world.row].isfinite().numpy()).sum())
-
-    def measured(self, world: World) -> np.ndarray:
-        """Returns the number of measurements of each record, (N,)."""
-        assert self.leakage.nats_measured is not None
-        return np.asarray(self.leakage.nats_measured[world.row].numpy())
-
-    @property
-    def unknown(self) -> int:
-        """Returns the number of records that were never measured in the leading world."""
-        return 0 if self.leading is None else int((self.measured(self.leading) == 0).sum())
-
-    def towards(self, world: World) -> WorldDivergences:
-        """Returns the divergences to a world as they are shown first, and the queries of them."""
-        assert self.leakage.nats is not None
-        found = self.leakage.nats[world.row].double().numpy()
-        found = np.where(np.isnan(found), np.inf, np.maximum(found, 0.0))
-        if self.leakage.nats_upper is not None:
-            upper = self.leakage.nats_upper[world.row].double().numpy()
-            found = np.where(np.isfinite(upper), upper, found)
-        removed = world.kind == REMOVED
-        name = REMOVED if removed else world.name if world.name != REMOVED else f"column {world.name!r}"
-        top = largest_divergence(self._account, removed=removed)
-        nats = np.minimum(np.where(self.measured(world) > 0, found, np.inf), top)
-        means = np.asarray(self.leakage.facts.get("mean_nats") or (), dtype=np.float64).ravel()
-        mean = max(float(means[world.row]), 0.0) if world.row < len(means) else top  # older folders have none
-        return WorldDivergences(self._account, name, nats, min(mean, top))
-
-    def nats(self, world: World) -> np.ndarray:
-        """Returns the divergence D of each record as it is shown first, (N,), never above the mechanism's own limit."""
-        return self.towards(world).nats
-
-    @cached_property
-    def _account(self) -> Any:
-        return account_of(self.run)
-
-    def chances(self, world: World, baseline: float = SHOWN) -> np.ndarray:
-        """Returns the largest chance of success against each record, (N,).
-
-        Args:
-            world: the other world.
-            baseline: κ, the chance of the same attack there.
-        """
-        if baseline != SHOWN:
-            return np.asarray(self.towards(world).max_success(baseline).value)
-        if world not in self._shown:  # pages ask several times
-            self._shown[world] = np.asarray(self.towards(world).max_success(baseline).value)
-        return self._shown[world]
-
-    @cached_property
-    def _shown(self) -> dict[World, np.ndarray]:
-        return {}
-
-    def mechanism_chance(self, world: World, baseline: float = SHOWN) -> float:
-        """Returns the largest chance of success that the mechanism allows, whatever the data.
-
-        Args:
-            world: the other world.
-            baseline: κ.
-        """
-        return self.towards(world).mechanism_success(baseline)
-
-    def mechanism_chances(self, world: World, baselines: np.ndarray) -> np.ndarray:
-        """Returns `mechanism_chance` for each of many baselines, (K,), in one go.
-
-        Args:
-            world: the other world.
-            baselines: κ, (K,).
-        """
-        return mechanism_successes(self._account, baselines, removed=self.towards(world).removed)
-
-    def with_twice_the_noise(self, world: World, baseline: float = SHOWN) -> float:
-        """Returns the largest chance of success that the mechanism would allow with twice its noise.
-
-        Args:
-            world: the other world.
-            baseline: κ.
-        """
-        more = replace(self._account, noise_multiplier=2 * self._account.noise_multiplier)
-        return mechanism_success(more, baseline, removed=world.kind == "removed")
-
-    def estimated(self, world: World, baseline: float = SHOWN) -> np.ndarray:
-        """Returns for which records the chance is an estimate, (N,): neither at a confidence limit nor the mechanism's.
-
-        Args:
-            world: the other world.
-            baseline: κ.
-        """
-        return self._estimated(world, self.chances(world, baseline), self.mechanism_chance(world, baseline))
-
-    def _estimated(self, world: World, chances: np.ndarray, best: float) -> np.ndarray:
-        upper, towards = self.leakage.nats_upper, self.towards(world)
-        limited = np.zeros(self.measured(world).shape, bool) if upper is None else upper[world.row].isfinite().numpy()
-        proved = (chances >= best) | (towards.nats >= towards.cap)
-        return np.asarray(~limited & ~proved)
-
-    def row(self, world: World, baseline: float = SHOWN) -> dict[str, Any]:
-        """Returns what holds for half of the records, for all but 1 in 100, and for all, and on what that rests.
-
-        "basis": "mechanism" where half of the records have no lower limit than the noise's own, which is proved; "upper
-        limits" or "estimates" otherwise. "estimates": which of the three numbers rest on estimates, because too few
-        records have limits.
-
-        Args:
-            world: the other world.
-            baseline: κ.
-        """
-        return self._row(world, baseline, self.chances(world, baseline), self.mechanism_chance(world, baseline))
-
-    def rows_at(self, world: World, baselines: np.ndarray) -> list[dict[str, Any]]:
-        """Returns `row` for each of many baselines, of few records for all of them in one go.
-
-        Args:
-            world: the other world.
-            baselines: κ, (K,).
-        """
-        best, nats, found = self.mechanism_chances(world, baselines), self.nats(world), []
-        at_once = max(1, _AT_ONCE // max(1, len(nats)))
-        for start in range(0, len(baselines), at_once):
-            part = slice(start, start + at_once)
-            chances = np.minimum(success_from_kl(baselines[part, None], nats), best[part, None])
-            rows = zip(baselines[part].tolist(), chances, best[part].tolist(), strict=True)
-            found += [self._row(world, *row) for row in rows]
-        return found
-
-    def _row(self, world: World, baseline: float, chances: np.ndarray, best: float) -> dict[str, Any]:
-        at, estimates = over_records(chances, ~self._estimated(world, chances, best), best)
-        basis = "upper limits" if self.limited(world) else "estimates"
-        basis = "mechanism" if at["median"] >= best else basis
-        found = {"world": world.name, "baseline": baseline, **at, "basis": basis}
-        return {**found, "without_limit": self.unlimited(world), "estimates": estimates}
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Returns a row for each world and baseline, for JSON."""
-        return [self.row(world, baseline) for world in self.worlds for baseline in BASELINES]
-
-    def likely(self, world: World, baseline: float = SHOWN) -> float:
-        """Returns about what the best attack reaches against the most exposed record: an estimate, no bound."""
-        most = float(self.nats(world).max())
-        return min(float(success_estimate(baseline, most)), float(self.chances(world, baseline).max()))
-
-    def title(self, world: World, noun: str) -> str:
-        """Returns what is guessed or reconstructed in a row of the table.
-
-        Args:
-            world: of the row.
-            noun: the name of a record.
-        """
-        return {"removed": f"anything about the {noun}", "private": "everything private together"}.get(
-            world.kind, world.name
-        )
-
-    def above(self, world: World, chance: float) -> int:
-        """Returns the number of records whose largest chance of success exceeds this chance."""
-        return int((self.chances(world) > chance).sum())
-
-    def most_exposed(self, world: World, count: int = 10) -> list[int]:
-        """Returns the records with the largest chances, the largest first; none where all have the same."""
-        if float(np.ptp(self.chances(world))) == 0:
-            return []
-        return [int(i) for i in np.argsort(-self.nats(world), kind="stable")[:count]]
+        order = [w for w in self.worlds if w.kind in ("column", "category")] or self.worlds
+        return max(order, key=lambda w: (float(w.chances.max()), float(np.median(w.divergences.nats))), default=None)
 
     def average_floors(self) -> dict[str, tuple[float, float]]:
         """Returns for each private number the ± error of an attacker on the average record, with the model and without.
@@ -271,12 +198,12 @@ class Success:
         information = np.full(len(variance), np.inf)
         if not self.run.caveats and average is not None and average.numel() == len(variance):
             information = average.flatten().double().numpy()
-        own = {world.name: self.towards(world) for world in self.worlds if world.kind == "column"}
-        found = {}
+        own = {world.name: world.divergences for world in self.worlds if world.kind == "column"}
+        account, found = account_of(self.run), {}
         for name, width, guess, info in zip(names, scale, variance, information, strict=True):
             if not guess > 0:
                 continue
-            floors = [average_floor(self._account, max(info, 0.0), guess).value.item()]
+            floors = [average_floor(account, max(info, 0.0), guess).value.item()]
             if name in own:
                 floors.append(own[name].mean_error_floor(guess).value.item())
             found[name] = (float(width * np.sqrt(max(floors))), float(width * np.sqrt(guess)))

@@ -51,7 +51,7 @@ def success_notes(view: View) -> list[tuple[str, str]]:
     Args:
         view: the audit.
     """
-    return _entries("success-notes.txt", view.run, view=view, found=view.success, shown=SHOWN)
+    return _entries("success-notes.txt", view.run, view=view, shown=SHOWN)
 
 
 # --- how sure it is ------------------------------------------------------------------------
@@ -63,8 +63,8 @@ def certainty(view: View) -> list[tuple[str, str]]:
     Args:
         view: the audit.
     """
-    upper, error = view.upper_floor, None if view.worst is None else view.floor_error(view.worst)
-    short = 0 if upper is None else int(((upper > 0) & (upper < view.guess) & (view.floor >= view.guess)).sum())
+    error = None if view.worst is None else view.floor_error(view.worst)
+    short = int((view.limited & (view.shown < view.guess) & (view.floor >= view.guess)).sum())
     return _entries(
         "certainty.txt",
         view.run,
@@ -276,23 +276,20 @@ def targets(run: Run, noun: str, part: str, unit: float = 1.0) -> tuple[list[dic
 
 
 def next_steps(view: View) -> list[str]:
-    """Returns what more noise would do to the chances of success and to the per-record floors."""
-    noise, single, lifted = float(view.run.mechanism.get("noise_multiplier", 0.0)), 0, None
+    """Returns what more noise would do to the chances of success and to the per-record floors.
+
+    The noise wanted lifts the most exposed record to a guess, and its pixels, or the columns of all records, as well.
+    """
+    noise, single, wanted = float(view.run.mechanism.get("noise_multiplier", 0.0)), 0, None
     known = view.worst is not None and view.guess > 0
     if known:
         if view.features > 1:  # pixels of the most exposed image, or columns of any record, below a guess
             single = view.parts_below_guess() if view.image else sum(c["below"] > 0 for c in view.columns)
-        wanted = noise * _noise_factor(view, view.lowest)
-        lifted = format_limit(wanted) if noise > 0 and math.isfinite(wanted) else None
-    return paragraphs("next-steps.txt", view=view, known=known, single=single, noise=noise, wanted=lifted)
-
-
-def _noise_factor(view: View, lowest: float) -> float:
-    """Returns the factor of noise that lifts the most exposed record, and its pixels or all columns, to a guess."""
-    assert view.worst is not None
-    floors = view.feature_floors(view.worst) if view.image else view.lowest_by_column
-    factor = view.guess / lowest if lowest > 0 else math.inf
-    if floors is None:
-        return factor
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        return max(factor, float(np.nan_to_num(view.guess_each / floors, nan=0.0, posinf=np.inf).max()))
+        factor = view.guess / view.lowest if view.lowest > 0 else math.inf
+        floors = view.feature_floors(view.worst) if view.image else view.lowest_by_column
+        if floors is not None:
+            with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+                each = np.nan_to_num(view.guess_each / floors, nan=0.0, posinf=np.inf)
+            factor = max(factor, float(each.max()))
+        wanted = format_limit(noise * factor) if noise > 0 and math.isfinite(noise * factor) else None
+    return paragraphs("next-steps.txt", view=view, known=known, single=single, noise=noise, wanted=wanted)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from reconbound.data.tables import MISSING
-from reconbound.mechanisms.base import Protection, read_protection
-from reconbound.report.folder import Leakage, Run, floors, line, record_names
+from reconbound.mechanisms.base import read_protection
+from reconbound.report.folder import Leakage, Run, floors, record_names
 from reconbound.report.formats import clean, pixel_scale
 from reconbound.report.success import Success
 
@@ -39,12 +39,18 @@ class View:
         run: of the folder.
         leakage: of its records.
         facts: about the data, as the leakage has them.
+        success: the largest chances of success against each record.
+        protection: what the mechanism itself guarantees, and whether that is meaningful.
         image: whether records are images that can be drawn.
         features: d, the number of private numbers of a record.
         single: whether a record of a table has only one private column: its floor is the record's.
         noun: the name of a record.
         part: the name of one private number of a record.
         private_parts: the name of all of them.
+        scale: the size of one input unit in the data's own, (d,).
+        offset: the data's values at the input 0, (d,).
+        guess_each: the ± error of guessing each feature's average, (d,), in the feature's own unit.
+        of_range: the unit of errors of whole records, in words.
         private: the places of the private numbers among a record's inputs; None for all.
         names: of all records as the page prints them; empty where they have none of their own.
         classes: whether the model predicts classes, and not a number.
@@ -65,6 +71,7 @@ class View:
             most limits from two runs are.
         shown: the ± floor of each record as it is shown first, (N,): the lower confidence limit where there is one,
             otherwise the estimate; 0 where nothing is known.
+        limited: which records' floors have such a lower confidence limit, (N,).
         unlimited: the number of measured records without a useful upper limit; 0 after one run, when none has one.
         worst: the most exposed record among those measured, or None.
         lowest: the ± floor that no record is below, as it is shown first: the lowest lower confidence limit where the
@@ -74,6 +81,7 @@ class View:
 
     def __init__(self, run: Run, leakage: Leakage) -> None:
         self.run, self.leakage, self.facts = run, leakage, leakage.facts
+        self.success, self.protection = Success(run, leakage), read_protection(run.guarantee)
         self._describe_data()
         self._compute_floors()
 
@@ -86,6 +94,19 @@ class View:
         self.single = not self.image and self.features == 1
         self.noun, self.part = ("image", "pixel") if self.image else ("record", "column")
         self.private_parts = "pixels" if self.image else "private columns" if self.features > 1 else "private column"
+        self.scale, self.offset = (
+            np.broadcast_to(np.asarray(facts.get(name, one), dtype=np.float64), self.features)
+            if self.features  # otherwise Fisher information was not measured
+            else np.empty(0)
+            for name, one in (("scale", 1.0), ("offset", 0.0))
+        )
+        self.guess_each = np.asarray(self.scale * np.sqrt(np.nan_to_num(leakage.guess.double().numpy())))
+        if self.single:
+            self.of_range = self.feature_unit(0) or f"in units of {self.feature_name(0)}"
+        elif self.image:
+            self.of_range = pixel_scale(float(self.offset[0]), float(self.offset[0] + self.scale[0]))
+        else:
+            self.of_range = "of a column’s range"
         columns = facts.get("private")
         self.private = None if columns is None else np.asarray(columns, dtype=np.int64)
         self.names = [clean(name, 80) for name in record_names(leakage.names)]
@@ -95,31 +116,6 @@ class View:
         last = float(leakage.accuracy[-1]) if leakage.accuracy.numel() else math.nan
         self.accuracy = last if math.isfinite(last) else None
         self.places = {int(record): place for place, record in enumerate(leakage.kept.tolist())}
-
-    @cached_property
-    def scale(self) -> np.ndarray:
-        """Returns the size of one input unit in the data's own, (d,)."""
-        return np.broadcast_to(np.asarray(self.facts.get("scale", 1.0), dtype=np.float64), (self.features,))
-
-    @cached_property
-    def offset(self) -> np.ndarray:
-        """Returns the data's values at the input 0, (d,)."""
-        return np.broadcast_to(np.asarray(self.facts.get("offset", 0.0), dtype=np.float64), (self.features,))
-
-    @cached_property
-    def guess_each(self) -> np.ndarray:
-        """Returns the ± error of guessing each feature's average, (d,), in the feature's own unit."""
-        return np.asarray(self.scale * np.sqrt(np.nan_to_num(self.leakage.guess.double().numpy())))
-
-    @property
-    def of_range(self) -> str:
-        """Returns the unit of errors of whole records, in words."""
-        if self.single:
-            return self.feature_unit(0) or f"in units of {self.feature_name(0)}"
-        if not self.image:
-            return "of a column’s range"
-        low, high = float(self.offset[0]), float(self.offset[0] + self.scale[0])
-        return pixel_scale(low, high)
 
     def feature_name(self, j: int) -> str:
         names = self.facts.get("feature_names") or ()
@@ -152,11 +148,6 @@ class View:
         names = self.facts.get("class_names") or ()
         return clean(names[k]) if 0 <= k < len(names) else str(k)
 
-    @cached_property
-    def success(self) -> Success:
-        """Returns the largest chances of success against each record."""
-        return Success(self.run, self.leakage)
-
     # --- whole records -----------------------------------------------------------------
 
     def _compute_floors(self) -> None:
@@ -172,24 +163,22 @@ class View:
         if self.unbiased:
             self.floor = np.asarray(self.unit * np.sqrt(np.nan_to_num(floors(leakage).double().numpy(), nan=0.0)))
         self.upper_floor, self.shown, self.unlimited = None, self.floor, 0
+        self.limited = np.zeros(self.records, dtype=bool)
         if leakage.upper is not None:
             upper = np.nan_to_num(leakage.upper[0].double().numpy(), nan=np.inf, posinf=np.inf)
             with np.errstate(divide="ignore"):
                 found = self.unit / np.sqrt(np.maximum(upper, tiny))
             useful = found >= min(NEGLIGIBLE * self.unit, 0.01 * self.guess)
             self.upper_floor = np.where(np.isfinite(upper) & self.measured & useful, found, 0.0)
-            self.shown = np.where(self.upper_floor > 0, self.upper_floor, self.floor)
-            self.unlimited = int((self.measured & ~(self.upper_floor > 0)).sum())
+            self.limited = self.upper_floor > 0
+            self.shown = np.where(self.limited, self.upper_floor, self.floor)
+            self.unlimited = int((self.measured & ~self.limited).sum())
         self.worst, self.lowest = None, 0.0
         if self.measured.any():
             self.worst = int(np.argmin(np.where(self.measured, self.floor, np.inf)))
-            self.lowest, limits = float(self.floor[self.worst]), self.upper_floor
-            if limits is not None and limits[self.worst] > 0:
-                self.lowest = float(limits[limits > 0].min())
-
-    def limited(self, record: int) -> bool:
-        """Returns whether a record's floor has a lower confidence limit."""
-        return self.upper_floor is not None and bool(self.upper_floor[record] > 0)
+            self.lowest = float(self.floor[self.worst])
+            if self.limited[self.worst]:
+                self.lowest = float(self.shown[self.limited].min())
 
     @property
     def level(self) -> str:
@@ -199,40 +188,23 @@ class View:
     @property
     def basis(self) -> str:
         """Says, as part of a sentence, what `shown` is for the records that were measured."""
-        if self.upper_floor is None or not (self.upper_floor > 0).any():
+        if not self.limited.any():
             return "by estimates"
         return f"at {self.level} confidence{', or by an estimate where there is no limit' if self.unlimited else ''}"
-
-    @cached_property
-    def protection(self) -> Protection:
-        """Returns what the mechanism itself guarantees, and whether that is meaningful."""
-        return read_protection(self.run.guarantee)
-
-    @cached_property
-    def relative_error(self) -> np.ndarray:
-        """Returns the standard error of each record's dFIL over its dFIL, (N,); infinite where nothing is known."""
-        if not self.unbiased:
-            return np.full(len(self.measured), np.inf)
-        dfil, error = (t[0].double().numpy() for t in (self.leakage.dfil, self.leakage.error))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            share = np.where(dfil > 0, error / dfil, np.inf)
-        return np.where(self.measured & np.isfinite(share), share, np.inf)
 
     def floor_error(self, record: int) -> float | None:
         """Returns the standard error of a record's ± floor; None beyond 100 %.
 
         By the delta method it is half the relative error of dFIL.
         """
-        share = float(self.relative_error[record])
-        return 0.5 * share * float(self.floor[record]) if share <= 1 else None
+        if not self.measured[record]:
+            return None
+        dfil, error = float(self.leakage.dfil[0, record]), float(self.leakage.error[0, record])
+        return 0.5 * (error / dfil) * float(self.floor[record]) if error <= dfil > 0 else None
 
     def below(self, threshold: float) -> int:
         """Returns the number of records with a lower floor, as `shown`; those never measured count."""
         return int((self.shown < threshold).sum())
-
-    def quantile(self, share: float) -> float:
-        """Returns a quantile of the floors of the records measured, as `shown`."""
-        return quantile(self.shown[self.measured], share)
 
     def group_floor(self, rows: list[int]) -> float:
         """Returns the ± floor of somebody who has these rows, as it is shown first: 1/√(k Σ dFIL).
@@ -368,9 +340,3 @@ class View:
         with np.errstate(over="ignore"):  # a constant column has guess 0: no floor is low relative to it
             ratio = floors / np.maximum(self.guess_each, np.finfo(float).tiny)
         return [int(j) for j in np.argsort(ratio, kind="stable")]
-
-    # --- the mechanism -------------------------------------------------------------------
-
-    def line(self, name: str) -> float | None:
-        """Returns the ± error of one of the calculator's floors, in this page's unit; None where there is none."""
-        return line(self.run, name, self.unit)

@@ -58,7 +58,7 @@ def checked_url(url: str) -> Any:
         user, password = (_last(parsed.query.get(name, "")) for name in ("user", "password"))
         parsed = parsed.set(username=user or parsed.username or "", password=password)
         parsed = parsed.difference_update_query(["user", "password"])
-    if backend not in ("sqlite", "postgresql") or (backend == "sqlite" and not _file(parsed)):
+    if backend not in ("sqlite", "postgresql") or (backend == "sqlite" and parsed.database in (None, "", ":memory:")):
         raise InputError("storage", "must be a SQLite file or a PostgreSQL database", shown_url(parsed))
     if parsed.drivername == "postgresql" and find_spec("psycopg2"):  # the default depends on SQLAlchemy's version
         parsed = parsed.set(drivername="postgresql+psycopg2")
@@ -81,10 +81,6 @@ def _last(given: str | tuple[str, ...]) -> str:
     return given if isinstance(given, str) else given[-1]
 
 
-def _file(url: Any) -> str:
-    return "" if url.database in (None, "", ":memory:") else str(url.database)
-
-
 # --- connections ----------------------------------------------------------------------------
 
 
@@ -98,7 +94,7 @@ def engine_options(url: Any, *, reading: bool = False) -> dict[str, Any]:
     if url.get_backend_name() == "sqlite":
         if not reading:
             return {"connect_args": {"timeout": 120}}
-        path = Path(_file(url)).absolute()
+        path = Path(url.database).absolute()
         nobody = not path.with_name(f"{path.name}-wal").exists()  # then SQLite need not create its own files beside it
         return {"creator": partial(_connect_reading, path, "immutable=1" if nobody else "mode=ro")}
     options = {"connect_timeout": ANSWER, **(_limited_factories() if url.get_driver_name() == "psycopg2" else {})}
@@ -212,8 +208,8 @@ def check_whole(url: Any) -> None:
     if url.get_backend_name() != "sqlite":
         return
     try:
-        _refuse_foreign_files(Path(_file(url)))
-        with closing(sqlite3.connect(_file(url), timeout=120)) as connection:
+        _refuse_foreign_files(Path(url.database))
+        with closing(sqlite3.connect(url.database, timeout=120)) as connection:
             _refuse_programs(connection)
             result = str(connection.execute("PRAGMA quick_check(1)").fetchone()[0])
     except sqlite3.DatabaseError as reason:
@@ -227,7 +223,7 @@ def check_whole(url: Any) -> None:
 def exclusive_lock(url: Any) -> Iterator[None]:
     """Lets one process at a time create tables and trials. The lock ends with its holder."""
     if url.get_backend_name() == "sqlite":
-        path = Path(_file(url))
+        path = Path(url.database)
         with suppress(FileExistsError):  # created here, so that SQLite does not choose its mode; never opened again:
             # closing a file's handle releases the locks that SQLite holds on it in this process
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, CONFIDENTIAL))

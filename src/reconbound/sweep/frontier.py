@@ -135,7 +135,7 @@ def pareto(rows: Sequence[Row], floor: str) -> list[Row]:
     >>> [row["accuracy"] for row in pareto(rows, "success_removed_max")]
     [0.9, 0.8]
     """
-    better = _sign(floor)
+    better = -1 if floor in chances.CHANCES else 1
     usable = [row for row in rows if row.get(floor) is not None and row.get("accuracy") is not None]
     front: list[Row] = []
     for row in sorted(usable, key=lambda row: (better * row[floor], row["accuracy"]), reverse=True):
@@ -154,14 +154,9 @@ def best(rows: Sequence[Row], floor: str, limit: float) -> Row | None:
         floor: the name of the floor, or of a chance.
         limit: the smallest floor, or the largest chance, that is accepted.
     """
-    better = _sign(floor)
+    better = -1 if floor in chances.CHANCES else 1
     front = [row for row in pareto(rows, floor) if better * row[floor] >= better * limit]
     return front[0] if front else None
-
-
-def _sign(name: str) -> int:
-    """Returns 1 for a floor, of which the higher one is better, and -1 for a chance."""
-    return -1 if name in chances.CHANCES else 1
 
 
 def score_of(rows: Sequence[Row], floor: str, at_least: float) -> float:

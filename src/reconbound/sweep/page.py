@@ -58,27 +58,23 @@ def frontier_page(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
     proved = frontier.checked_floor(rows)
     rule = proved.partition("_")[0]
     measure = measured_by(facts)
-    drawn = (_chances(rows, found, measure), _lines(rows, floors, measure), _places(rows, rule, measure))
+    places = [f"{rule}_{place}" for place in ("max", "q99", "median") if any(f"{rule}_{place}" in row for row in rows)]
+    exposed = [floor for floor in floors if not floor.endswith(("_q99", "_median"))]
+    drawn = (
+        _chart("chart-chances", rows, found, measure, "the chance of success of the best attack", every=True),
+        _chart("chart-frontier", rows, exposed, measure, "every floor: the best settings"),
+        _chart("chart-places", rows, places, measure, "the floors of the records", every=True),
+    )
     shown = {chart.id: chart for chart in drawn if chart.figure["data"]}
     fronts = [
         {
-            "name": floor,
-            "text": frontier.describe_floor(floor),
-            "crossed": has_crossed(frontier.pareto(rows, floor), floor),
-            "rows": [_cells(row, names, measure) | _floor_cells(row, floor) for row in frontier.pareto(rows, floor)],
-        }
-        for floor in floors
-    ]
-    safest = [
-        {
             "name": name,
             "text": frontier.describe_floor(name),
-            "rows": [
-                _cells(row, names, measure) | {"chances": [chances.format_chance(row, each) for each in found]}
-                for row in frontier.pareto(rows, name)
-            ],
+            "crossed": has_crossed(front, name),
+            "rows": [_cells(row, name, names, found, measure) for row in front],
         }
-        for name in found
+        for name in (*found, *floors)
+        for front in (frontier.pareto(rows, name),)
     ]
     measured = min((row.get("measured_median") or 0.0 for row in rows), default=0.0)
     context = {
@@ -88,15 +84,15 @@ def frontier_page(rows: Sequence[Row], facts: Mapping[str, Any]) -> bytes:
         "precision": frontier.describe_precision(proved, facts["runs"], measured),
         "measure": measure,
         "chart": shown,
-        "fronts": fronts,
-        "safest": safest,
+        "safest": fronts[: len(found)],
+        "fronts": fronts[len(found) :],
         "chances": [chances.head_chance(name) for name in found],
         "not_measured": chances.NOT_MEASURED,
         "without_chance": sum(not chances.chances_in([row]) for row in rows),
         "rows": len(rows),
         "names": names,
         "proved": frontier.describe_floor(f"{rule}_max").partition(",")[0],
-        "crossed": _describe_crossed(rows),
+        "crossed": frontier.CROSSED if has_crossed(rows, *floors) else "",
         "delta": next((format_limit(row["delta"], 6) for row in rows if row.get("delta")), "–"),
         "smooth": report_text.describe_smoothness(facts.get("caveats")),
         **{name: f"{facts[name]:,}" for name in ("runs", "trials", "finished")},
@@ -128,7 +124,7 @@ def run_page(rows: Sequence[Row], facts: Mapping[str, Any], *, ledger: bool = Fa
             )
             for name in kept
         ],
-        "crossed": _describe_crossed(rows),
+        "crossed": frontier.CROSSED if has_crossed(rows, *frontier.floors_in(rows)) else "",
         "chances": bool(chances.chances_in(rows)),
         "not_measured": chances.NOT_MEASURED,
         "ledger": ledger,
@@ -179,18 +175,14 @@ def verdict(
     return paragraphs("sweep-finding.txt", **context, frontier=frontier, accuracy=partial(_accuracy, measure=measure))
 
 
-def has_crossed(rows: Sequence[Row], floor: str) -> bool:
-    """Returns whether there is a second number beside this floor.
+def has_crossed(rows: Sequence[Row], *floors: str) -> bool:
+    """Returns whether there is a second number beside one of these floors.
 
     Args:
         rows: of the finished trials.
-        floor: the name of the floor.
+        *floors: the names of the floors.
     """
-    return any(row.get(frontier.crossed_of(floor) or "") is not None for row in rows)
-
-
-def _describe_crossed(rows: Sequence[Row]) -> str:
-    return frontier.CROSSED if any(has_crossed(rows, floor) for floor in frontier.floors_in(rows)) else ""
+    return any(row.get(frontier.crossed_of(floor) or "") is not None for floor in floors for row in rows)
 
 
 def settings_in(rows: Sequence[Row]) -> list[str]:
@@ -201,42 +193,31 @@ def settings_in(rows: Sequence[Row]) -> list[str]:
 # --- charts --------------------------------------------------------------------------------
 
 
-def _chances(rows: Sequence[Row], names: Sequence[str], measure: str) -> Chart:
-    """Draws the chances at the places over the records for all settings, and the fronts."""
-    traces, keys = [], []
-    for name, colour in zip(names, (charts.VERMILLION, charts.ORANGE, charts.BLUE), strict=False):
-        traces.append({**_trace(rows, name, colour, "solid", measure), "mode": "markers", "opacity": 0.45})
-        traces.append(_trace(frontier.pareto(rows, name), name, colour, "solid", measure))
-        keys.append(Key(colour, frontier.describe_floor(name), "line"))
-    heights = [y for trace in traces for y in trace["y"]] or [0.0]
-    title, top = charts.titled("chance of success (%)"), min(104.0, 1.1 * max(heights) + 2)
-    y = {"title": title, "range": [0.0, top], "zeroline": False, "fixedrange": True, "nticks": 7}
-    label = f"{measure[0].upper()}{measure[1:]} against the chance of success of the best attack"
-    layout = charts.layout(460, _accuracy_axis(measure), y)
-    return Chart("chart-chances", {"data": traces, "layout": layout}, tuple(keys), label=label)
-
-
-def _lines(rows: Sequence[Row], floors: Sequence[str], measure: str) -> Chart:
-    """Draws the front of each floor at the most exposed record, and of those of the mechanism."""
-    # the first is the most exposed record's, in the same colour in both charts and in an audit's
-    colours = (charts.VERMILLION, *(colour for colour in charts.SERIES if colour != charts.VERMILLION))
-    traces, keys = [], []
-    for k, floor in enumerate(floor for floor in floors if not floor.endswith(("_q99", "_median"))):
-        colour, dash = colours[k % len(colours)], charts.DASHES[k % len(charts.DASHES)]
-        traces.append(_trace(frontier.pareto(rows, floor), floor, colour, dash, measure))
-        keys.append(Key(colour, frontier.describe_floor(floor), "line", dash))
-    return _chart("chart-frontier", traces, keys, "every floor: the best settings", measure)
-
-
-def _places(rows: Sequence[Row], rule: str, measure: str) -> Chart:
-    """Draws all settings at three quantiles of the records, and the fronts."""
-    drawn = [f"{rule}_{place}" for place in ("max", "q99", "median") if any(f"{rule}_{place}" in row for row in rows)]
-    traces, keys = [], []
-    for floor, colour in zip(drawn, (charts.VERMILLION, charts.ORANGE, charts.BLUE), strict=False):
-        traces.append({**_trace(rows, floor, colour, "solid", measure), "mode": "markers", "opacity": 0.45})
-        traces.append(_trace(frontier.pareto(rows, floor), floor, colour, "solid", measure))
-        keys.append(Key(colour, frontier.describe_floor(floor), "line"))
-    return _chart("chart-places", traces, keys, "the floors of the records", measure)
+def _chart(
+    name: str, rows: Sequence[Row], columns: Sequence[str], measure: str, against: str, *, every: bool = False
+) -> Chart:
+    """Draws the front of each column, of chances or of floors; `every`: in front of all settings."""
+    # the first is the most exposed record's, in the same colour in all charts and in an audit's
+    others = (charts.ORANGE, charts.BLUE) if every else (c for c in charts.SERIES if c != charts.VERMILLION)
+    colours, traces, keys = (charts.VERMILLION, *others), [], []
+    for k, column in enumerate(columns):
+        colour = colours[k % len(colours)]
+        dash = "solid" if every else charts.DASHES[k % len(charts.DASHES)]
+        if every:
+            traces.append({**_trace(rows, column, colour, dash, measure), "mode": "markers", "opacity": 0.45})
+        traces.append(_trace(frontier.pareto(rows, column), column, colour, dash, measure))
+        keys.append(Key(colour, frontier.describe_floor(column), "line", dash))
+    heights, note = [y for trace in traces for y in trace["y"]] or [0.0], ""
+    side = {"zeroline": False, "fixedrange": True, "nticks": 7}
+    if set(columns) <= set(chances.CHANCES):
+        y = {**side, "title": "chance of success (%)", "range": [0.0, min(104.0, 1.1 * max(heights) + 2)]}
+    else:
+        y = charts.log_axis(min(heights) - 0.2, max(heights) + 0.2, "floor (MSE)")
+        if any(abs(height) >= DECADES for height in heights):
+            note = f"What lies beyond {10**DECADES:,.0f} or below {10**-DECADES:g} is drawn at the edge."
+    x = {**side, "title": f"{measure} (%)" if measure == ACCURACY else f"{measure} on test data"}
+    label = f"{measure[0].upper()}{measure[1:]} against {against}"
+    return Chart(name, {"data": traces, "layout": charts.layout(460, x, y)}, tuple(keys), note, label)
 
 
 def _trace(rows: Sequence[Row], floor: str, colour: str, dash: str, measure: str) -> dict[str, Any]:
@@ -255,21 +236,6 @@ def _trace(rows: Sequence[Row], floor: str, colour: str, dash: str, measure: str
     }  # fmt: skip
 
 
-def _accuracy_axis(measure: str) -> dict[str, Any]:
-    title = charts.titled(f"{measure} (%)" if measure == ACCURACY else f"{measure} on test data")
-    return {"title": title, "zeroline": False, "fixedrange": True, "nticks": 7}
-
-
-def _chart(name: str, traces: list[Any], keys: list[Key], against: str, measure: str) -> Chart:
-    logs = [y for trace in traces for y in trace["y"]] or [0.0]
-    low, high = min(logs) - 0.2, max(logs) + 0.2
-    layout = charts.layout(460, _accuracy_axis(measure), charts.log_axis(low, high, "floor (MSE)"))
-    beyond = any(abs(y) >= DECADES for y in logs)
-    note = f"What lies beyond {10**DECADES:,.0f} or below {10**-DECADES:g} is drawn at the edge." if beyond else ""
-    label = f"{measure[0].upper()}{measure[1:]} against {against}"
-    return Chart(name, {"data": traces, "layout": layout}, tuple(keys), note, label)
-
-
 def _hover(row: Row, floor: str, measure: str) -> str:
     setting = ", ".join(f"{name} {_value(row[name])}" for name in space.PARAMETERS if name in row)
     lines = [
@@ -286,8 +252,9 @@ def _mse(floor: float) -> str:
     return f"{_value(floor, 'down')} ({plus_minus(math.sqrt(floor))})"
 
 
-def _cells(row: Row, names: Sequence[str], measure: str) -> dict[str, Any]:
-    return {
+def _cells(row: Row, column: str, names: Sequence[str], found: Sequence[str], measure: str) -> dict[str, Any]:
+    """Returns the cells of a row in a front's table: of a floor, or of a chance beside all that were found."""
+    cells = {
         "link": _link(row),
         "trial": row["trial"],
         "settings": [_value(row.get(name)) for name in names],
@@ -295,14 +262,13 @@ def _cells(row: Row, names: Sequence[str], measure: str) -> dict[str, Any]:
         "accuracy": _accuracy(row, measure).removeprefix(f"{R2} "),
         "epsilon": _value(row.get("epsilon"), "up"),
     }
-
-
-def _floor_cells(row: Row, floor: str) -> dict[str, str]:
+    if column in chances.CHANCES:
+        return cells | {"chances": [chances.format_chance(row, name) for name in found]}
     success = frontier.protection_of(row).success
-    return {
-        "floor": _value(row[floor], "down"),
-        "error": plus_minus(math.sqrt(row[floor])),
-        "crossed": _value(row.get(frontier.crossed_of(floor) or ""), "down"),
+    return cells | {
+        "floor": _value(row[column], "down"),
+        "error": plus_minus(math.sqrt(row[column])),
+        "crossed": _value(row.get(frontier.crossed_of(column) or ""), "down"),
         "success": "–" if success is None else format_percent(success),
     }
 

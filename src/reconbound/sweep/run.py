@@ -126,7 +126,6 @@ def sweep(
     the sweep's seed, the plan and the setting, whoever trains it and however often it was interrupted.
     """
     whole("workers", workers)
-    _refuse_special_files(config.out)
     _refuse_another(config)
     if config.seed is not None and config.seed < GUESSABLE:
         warn_user(seed_warning("seed"), ReconboundWarning)
@@ -186,8 +185,13 @@ def stored(folder: Path, storage: str | None = None) -> tuple[list[Row], dict[st
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """Returns the facts of a sweep from its folder. Raises a DataError where it holds none, or one that was changed."""
-    _refuse_special_files(folder)
+    """Returns the facts of a sweep from its folder. Raises a DataError where it holds none, or one that was changed.
+
+    A folder with links, pipes or devices is refused first, whatever else it holds.
+    """
+    files.refuse_special_files(folder, TRIALS)
+    if (folder / TRIALS).is_dir():
+        files.refuse_special_files(folder / TRIALS, *os.listdir(folder / TRIALS))
     try:
         about = files.unsealed_json(folder / ABOUT)
     except OSError:
@@ -202,13 +206,6 @@ def read_about(folder: Path) -> dict[str, Any]:
         raise DataError(f"{folder / ABOUT} is not a file of reconbound's ({wrong[0]} is missing, or something else)")
     found: dict[str, Any] = files.printable(about)
     return found
-
-
-def _refuse_special_files(folder: Path) -> None:
-    files.refuse_special_files(folder, TRIALS)
-    trials = folder / TRIALS
-    if trials.is_dir():
-        files.refuse_special_files(trials, *os.listdir(trials))
 
 
 def publish(folder: Path, storage: str | None = None) -> dict[str, Any]:
@@ -262,7 +259,10 @@ def open_queue(config: Sweep) -> Queue:
 
 
 def _refuse_another(config: Sweep) -> None:
-    """Refuses a folder that holds another sweep: the two would share their secret seed, and overwrite their ledgers."""
+    """Refuses a folder with links or pipes, or that holds another sweep.
+
+    Two sweeps would share their secret seed, and overwrite their ledgers.
+    """
     try:
         about = read_about(config.out)
     except DataError:  # none, or one that cannot be read any more
@@ -281,7 +281,13 @@ def begin(queue: Queue, config: Sweep, train: Any) -> None:
         config: the sweep.
         train: its training.
     """
-    known = _describe_data(config, train)  # a model that cannot be trained is refused before its trials are made
+    known: dict[str, Any] = {}  # of the data and the models, for the pages
+    if hasattr(train, "guesses"):
+        named = config.space.get("model")
+        models = tuple(named.values) if isinstance(named, Choices) else ()
+        known = {"guesses": train.guesses(), "task": train.dataset.task}
+        known["caveats"] = train.caveats(models)  # refuses a model that cannot be trained before its trials are made
+        known["inferred_ranges"] = train.dataset.inferred_ranges
     facts, space = {**train.facts(), "search": config.search}, spaces.describe_space(config.space)
     if config.search == "tpe":
         facts |= {"grid": space, "floor": config.floor, "at_least": config.at_least}
@@ -293,16 +299,6 @@ def begin(queue: Queue, config: Sweep, train: Any) -> None:
     content = files.sealed_json({"confidential": True, **about, **known})
     files.remove_leftovers(config.out, older_than=config.grace)
     files.write_whole(config.out / ABOUT, content, mode=files.CONFIDENTIAL)
-
-
-def _describe_data(config: Sweep, train: Any) -> dict[str, Any]:
-    """Returns facts of the data and the models that the pages show with the rows."""
-    if not hasattr(train, "guesses"):
-        return {}
-    named = config.space.get("model")
-    models = tuple(named.values) if isinstance(named, Choices) else ()
-    found = {"guesses": train.guesses(), "task": train.dataset.task, "caveats": train.caveats(models)}
-    return {**found, "inferred_ranges": train.dataset.inferred_ranges}
 
 
 def plan_lines(queue: Queue, config: Sweep, train: Any, workers: int) -> list[str]:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from reconbound._internal.checks import LARGEST, InputError
 from reconbound._internal.files import CONFIDENTIAL, Unreadable, disk_fault, sealed_json, unsealed_json, write_whole
+from reconbound.accounting.accountant import FisherAccountant
 from reconbound.accounting.spec import Account
 from reconbound.auditing.models import check_model, score
 from reconbound.auditing.options import AuditOptions, make_learner
@@ -129,42 +130,42 @@ class Trainer:
         found = finished_rows(folder, self._about(setting))
         if found is not None:
             return found
-        try:
-            learner, rows = self._train(setting, folder, report)
-        except (Unreadable, CheckpointError) as reason:
-            if "is in use by" in str(reason) or disk_fault(reason) is not None:
-                raise
-            shutil.rmtree(folder / CHECKPOINTS)  # damaged: a new start gives the same rows
-            learner, rows = self._train(setting, folder, report)
+        for damaged in (False, True):
+            try:
+                learner = make_learner(
+                    self.dataset,
+                    self.plan.with_changes(**setting, seed=seed_of(self.seed, setting)),
+                    folder / CHECKPOINTS,
+                    callbacks=[_Evaluate(self, report)],
+                    worlds={},
+                    whole_at=self.counts,
+                    every=max(20, self.counts[-1] // 30),
+                    progress=False,
+                )
+                with one_thread():
+                    learner.repeat(self.runs, self.counts[-1])
+                break
+            except (Unreadable, CheckpointError) as reason:
+                if damaged or "is in use by" in str(reason) or disk_fault(reason) is not None:
+                    raise
+                shutil.rmtree(folder / CHECKPOINTS)  # damaged: a new start gives the same rows
         assert learner.accountant is not None
+        rows = self._rows_of(learner.accountant, learner.history)
         learner.accountant.save(folder / LEDGER)
         self._keep_rows(setting, folder, rows)
         shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
         return rows
 
-    def _train(self, setting: Setting, folder: Path, report: Callable[[int], None]) -> tuple[PrivateSGD, list[Row]]:
-        """Returns the learner of a setting, and its rows."""
-        learner = make_learner(
-            self.dataset,
-            self.plan.with_changes(**setting, seed=seed_of(self.seed, setting)),
-            folder / CHECKPOINTS,
-            callbacks=[_Evaluate(self, report)],
-            worlds={},
-            whole_at=self.counts,
-            every=max(20, self.counts[-1] // 30),
-            progress=False,
-        )
-        with one_thread():
-            learner.repeat(self.runs, self.counts[-1])
-        ledger, rows = learner.accountant, []
-        assert ledger is not None
+    def _rows_of(self, ledger: FisherAccountant, history: Sequence[Mapping[str, float]]) -> list[Row]:
+        """Returns a row for each step count, from what finished runs measured and reached on the way."""
+        rows = []
         for count in self.counts:
-            scores = [h["accuracy"] for h in learner.history if h["step"] == count]
+            scores = [h["accuracy"] for h in history if h["step"] == count]
             dfil = torch.stack([ledger.traces.dfil_of_runs(count, rule) for rule in ledger.account.kept_rules], 1)
             account, measured = replace(ledger.account, steps=count), ledger.traces.measured_in_runs(count)
             chances = chances_of(ledger.divergences.at(count)) if ledger.divergences.worlds else {}
             rows.append(self._row(account, scores, dfil, measured) | chances)
-        return learner, rows
+        return rows
 
     def _about(self, setting: Setting) -> dict[str, Any]:
         """Returns everything that determines a trial's rows."""
