@@ -165,7 +165,7 @@ def test_many_steps_are_better_than_by_renyi_orders():
         assert mechanism.epsilon_at(1e-5) == better
         assert mechanism.epsilon_at(1e-5) > SampledGaussian(1 / m, q, steps, "hard").epsilon_at(1e-5)
         assert mechanism.membership_advantage() <= privacy_loss.delta(pld, 0.0)
-        assert mechanism.rero(0.01) <= privacy_loss.rero(pld, 0.01)
+        assert mechanism.rero(0.01) <= privacy_loss.trade_off(pld).tpr(0.01)
         one = SampledGaussian(1 / m, q, 1, "hard", "fixed")
         assert one.membership_advantage() == close(q * math.erf(m / math.sqrt(2)), rel=1e-3)
 

@@ -69,13 +69,13 @@ def test_one_step_reconstruction_is_the_neyman_pearson_curve(m, q):
     for a, b in ((p, other), (other, p)):  # either side may be the release with the record
         order = np.argsort(-a / np.maximum(b, 1e-300))
         best = np.maximum(best, np.interp(kappas, np.cumsum(b[order]) * dx, np.cumsum(a[order]) * dx))
-    found = privacy_loss.rero(pld, kappas)
+    found = privacy_loss.trade_off(pld).tpr(kappas)
     assert np.all(found >= best - 1e-6)
     np.testing.assert_allclose(found, best, rtol=2e-3)
-    assert isinstance(privacy_loss.rero(pld, 0.1), float)
-    assert privacy_loss.rero(pld, 0.1) == found[2]
-    assert privacy_loss.rero(pld, 0.0) <= 1e-9
-    assert privacy_loss.rero(pld, 1.0) == 1.0
+    assert isinstance(privacy_loss.trade_off(pld).tpr(0.1), float)
+    assert privacy_loss.trade_off(pld).tpr(0.1) == found[2]
+    assert privacy_loss.trade_off(pld).tpr(0.0) <= 1e-9
+    assert privacy_loss.trade_off(pld).tpr(1.0) == 1.0
 
 
 @pytest.mark.parametrize(("m", "steps"), [(0.01, 1), (0.5, 1), (3.0, 1), (0.01, 100), (0.5, 100), (0.01, 10**6)])
@@ -88,7 +88,9 @@ def test_unsampled_steps_follow_the_exact_gaussian_curve(m, steps):
             exact = gaussian_epsilon(factor * shift, target)
             assert exact * (1 - 1e-6) <= privacy_loss.epsilon(pld, target) <= exact * (1 + 1e-3) + 1e-6
         kappa = 0.01
-        assert privacy_loss.rero(pld, kappa) == pytest.approx(norm.cdf(norm.ppf(kappa) + factor * shift), rel=1e-3)
+        assert privacy_loss.trade_off(pld).tpr(kappa) == pytest.approx(
+            norm.cdf(norm.ppf(kappa) + factor * shift), rel=1e-3
+        )
 
 
 @pytest.mark.parametrize("shift", [1e-6, 1e-2, 1.0, 30.0, 999.0, 1001.0, 1e6])
@@ -120,7 +122,7 @@ def test_composition_agrees_with_a_finer_grid(m, q, steps, adjacency):
     pairs = [(privacy_loss.epsilon(pld, target), privacy_loss.epsilon(fine, target)) for target in (1e-3, 1e-6)]
     pairs += [
         (privacy_loss.delta(pld, 0.0), privacy_loss.delta(fine, 0.0)),
-        (privacy_loss.rero(pld, 0.01), privacy_loss.rero(fine, 0.01)),
+        (privacy_loss.trade_off(pld).tpr(0.01), privacy_loss.trade_off(fine).tpr(0.01)),
     ]
     for found, finer in pairs:  # a coarser grid is never the more optimistic one
         assert finer * (1 - 1e-5) <= found <= finer * (1 + 2e-3)
@@ -272,8 +274,8 @@ def test_many_kappas_agree_with_few(m, q, steps):
     """A layer-cake floor asks for thousands: by search, where a table would take gigabytes."""
     pld = privacy_loss.gaussian(m, q, steps, ADD)
     kappas = np.concatenate([[0.0, 1.0], np.geomspace(1e-9, 0.999, 198)]).reshape(2, 100)
-    found = privacy_loss.rero(pld, kappas)
-    one_by_one = np.vectorize(lambda k: privacy_loss.rero(pld, k))(kappas)
+    found = privacy_loss.trade_off(pld).tpr(kappas)
+    one_by_one = np.vectorize(lambda k: privacy_loss.trade_off(pld).tpr(k))(kappas)
     assert found.shape == kappas.shape
     assert np.all(found >= one_by_one * (1 - 1e-12))
     np.testing.assert_allclose(found, one_by_one, rtol=1e-6, atol=1e-12)

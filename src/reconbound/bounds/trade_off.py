@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import Any, ClassVar
 
 import numpy as np
 from scipy.special import log_ndtr, ndtr, ndtri
@@ -143,14 +142,9 @@ class TradeOff(ABC):
             if k & 1:
                 found = power if found is None else _chain(found, power)
             k >>= 1
-            power = power._doubled if k else power
+            power = _chain(power, power) if k else power
         assert found is not None
         return found
-
-    @cached_property
-    def _doubled(self) -> TradeOff:
-        """Returns the curve of two steps, once for groups of several sizes."""
-        return _chain(self, self)
 
 
 @dataclass(frozen=True)
@@ -292,29 +286,29 @@ class ProfileTradeOff(TradeOff):
 
 
 @dataclass(frozen=True)
-class Least(TradeOff):
+class _OneOfSeveral(TradeOff):
+    """At each point the value of one of several curves: `_chosen` says of which."""
+
+    curves: tuple[TradeOff, ...]
+    _chosen: ClassVar[np.ufunc]
+
+    def tpr(self, fpr: Any) -> Any:
+        return unwrap(self._chosen.reduce([curve.tpr(fpr) for curve in self.curves], axis=0))
+
+    def delta(self, epsilon: Any) -> Any:
+        return unwrap(self._chosen.reduce([curve.delta(epsilon) for curve in self.curves], axis=0))
+
+
+class Least(_OneOfSeveral):
     """The smallest of several upper bounds on one curve."""
 
-    curves: Sequence[TradeOff]
-
-    def tpr(self, fpr: Any) -> Any:
-        return unwrap(np.min([curve.tpr(fpr) for curve in self.curves], axis=0))
-
-    def delta(self, epsilon: Any) -> Any:
-        return unwrap(np.min([curve.delta(epsilon) for curve in self.curves], axis=0))
+    _chosen = np.minimum
 
 
-@dataclass(frozen=True)
-class Worst(TradeOff):
+class Worst(_OneOfSeveral):
     """The largest of several curves: of both directions, or of several neighbours."""
 
-    curves: Sequence[TradeOff]
-
-    def tpr(self, fpr: Any) -> Any:
-        return unwrap(np.max([curve.tpr(fpr) for curve in self.curves], axis=0))
-
-    def delta(self, epsilon: Any) -> Any:
-        return unwrap(np.max([curve.delta(epsilon) for curve in self.curves], axis=0))
+    _chosen = np.maximum
 
 
 def _smallest_mu(curve: TradeOff, rate: float) -> float:
@@ -341,6 +335,7 @@ def _smallest_mu(curve: TradeOff, rate: float) -> float:
         left, right = cuts[:-1].ravel(), cuts[1:].ravel()
 
 
+@lru_cache(maxsize=16)  # groups of several sizes have steps in common
 def _chain(first: TradeOff, second: TradeOff) -> TradeOff:
     """Returns the curve of two steps, one of each curve.
 

@@ -126,11 +126,8 @@ class Mechanism(ABC):
     """The guarantees of one release. Only `order2` must be given: every other answer has a sound default from it."""
 
     sampler: str = "any"
-
-    @property
-    def radius(self) -> float | None:
-        """Returns the radius of the ball around 0 to which the mechanism clips records; None where it does not clip."""
-        return None
+    #: The radius of the ball around 0 to which the mechanism clips records; None where it does not clip.
+    radius: float | None = None
 
     @property
     def randomness(self) -> str:
@@ -163,13 +160,13 @@ class Mechanism(ABC):
         """Returns the KL divergence to a release that does not depend on the record, in nats (at most `order2`)."""
         return self.order2()
 
-    def quick_parts(self) -> tuple[Parts, ...]:
-        """Returns parts of the release that carry few nats, in closed form: each gives a rate–distortion floor."""
-        return (whole_release(self.kl(), self.kl_neighbours),)
+    def parts(self, *, quick: bool = False) -> tuple[Parts, ...]:
+        """Returns parts of the release that carry few nats: each gives a rate–distortion floor.
 
-    def parts(self) -> tuple[Parts, ...]:
-        """Returns all that is known of such parts, also from loss distributions, which take longer."""
-        return self.quick_parts()
+        Args:
+            quick: only those in closed form: loss distributions take longer.
+        """
+        return (whole_release(self.kl(), self.kl_neighbours),)
 
     def overlap(self) -> float:
         """Returns a lower bound on 1 − LC under replace-one."""
@@ -209,7 +206,7 @@ class Mechanism(ABC):
             return None
         if self.never_drawn > 0:  # without the record in any batch both releases are the same
             curves.append(DPTradeOff(0.0, min(1.0 - self.never_drawn + 1e-15, 1.0)))
-        return Least(curves)
+        return Least(tuple(curves))
 
     def membership_advantage(self) -> float:
         """Returns the largest advantage of a test between replace-one neighbours."""
@@ -269,8 +266,8 @@ class Mechanism(ABC):
         words = [f"{name.replace('_', ' ')} {value:{forms.get(type(value), '')}}" for name, value in facts.items()]
         return f"{type(self).__name__}: {', '.join(words)}"
 
-    def _set(self, **values: float) -> None:
-        """Keeps checked numbers as plain floats and ints, whatever NumPy type they came in."""
+    def _set(self, **values: float | str) -> None:
+        """Keeps checked numbers as plain floats and ints, whatever NumPy type they came in, and words."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
