@@ -287,11 +287,6 @@ class DataSpace:
     whole_ball: float | None = None
 
     @property
-    def side(self) -> float:
-        """Returns the box's side length."""
-        return self.high - self.low
-
-    @property
     def place(self) -> str:
         """Returns the data space in two words, for a sentence about a record of it."""
         if self.whole_ball is not None:
@@ -302,7 +297,7 @@ class DataSpace:
     def widest(self) -> float:
         """Returns the largest root-mean-square difference over the coordinates of two records."""
         if self.cut is None:
-            return self.side
+            return self.high - self.low
         return min(self.cut[1] - self.cut[0], 2 * (self.ball or 0.0) / math.sqrt(self.dim))
 
     def describe(self, units: str = "") -> str:

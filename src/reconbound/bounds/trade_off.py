@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -225,10 +225,12 @@ class ProfileTradeOff(TradeOff):
     Attributes:
         epsilons: ε of the points, rising.
         deltas: δ of the points, each an upper bound.
+        log_corners: ln α of the corners of the curve, rising: between two of them one line is lowest.
     """
 
     epsilons: np.ndarray
     deltas: np.ndarray
+    log_corners: np.ndarray = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         eps, deltas = numbers("epsilons", self.epsilons).ravel(), numbers("deltas", self.deltas, at_least=0.0).ravel()
@@ -236,9 +238,14 @@ class ProfileTradeOff(TradeOff):
             raise InputError("deltas", f"must have as many entries as epsilons ({eps.size}), at least one", deltas.size)
         if np.any(np.diff(eps) <= 0):
             raise InputError("epsilons", "must rise", float(eps[int(np.argmin(np.diff(eps)))]))
-        # δ falls with ε, so what is known at a smaller ε holds too
-        object.__setattr__(self, "epsilons", eps)
-        object.__setattr__(self, "deltas", np.minimum(np.minimum.accumulate(deltas), 1.0))
+        deltas = np.minimum(
+            np.minimum.accumulate(deltas), 1.0
+        )  # δ falls with ε: what is known at a smaller ε holds too
+        drops = np.log(np.maximum(-np.diff(deltas), 1e-320))
+        log_steps = np.log(np.expm1(np.minimum(np.diff(eps), 700.0)))
+        corners = np.maximum.accumulate((drops - eps[:-1] - log_steps)[::-1])
+        for name, values in (("epsilons", eps), ("deltas", deltas), ("log_corners", corners)):
+            object.__setattr__(self, name, values)
 
     def mirrored(self) -> ProfileTradeOff:
         """Returns what the curve says of the other direction, where the other release is the null hypothesis.
@@ -251,20 +258,12 @@ class ProfileTradeOff(TradeOff):
         deltas = -np.expm1(-epsilons) + np.exp(-epsilons) * self.delta(epsilons)
         return ProfileTradeOff(-epsilons[::-1], np.clip(deltas[::-1], 0.0, 1.0))
 
-    @cached_property
-    def _log_corners(self) -> np.ndarray:
-        """Returns ln α of the corners of the curve, falling: between two of them one line is lowest."""
-        with np.errstate(divide="ignore"):
-            drops = np.log(np.maximum(-np.diff(self.deltas), 1e-320))
-        log_steps = np.log(np.expm1(np.minimum(np.diff(self.epsilons), 700.0)))
-        return np.maximum.accumulate((drops - self.epsilons[:-1] - log_steps)[::-1])
-
     def tpr(self, fpr: Any) -> Any:
         a = chances("fpr", fpr)
         with np.errstate(divide="ignore"):
             log_a = np.log(a)
         # every line is a bound: rounding in the search costs tightness, never soundness
-        near = len(self._log_corners) - np.searchsorted(self._log_corners, log_a, side="right")
+        near = len(self.log_corners) - np.searchsorted(self.log_corners, log_a, side="right")
         lines = np.clip(np.asarray(near)[..., None] + np.arange(-2, 3), 0, len(self.epsilons) - 1)
         values = np.exp(np.minimum(log_a[..., None] + self.epsilons[lines], 1.0)) + self.deltas[lines]
         return unwrap(np.maximum(np.minimum(values.min(axis=-1), 1.0), a))

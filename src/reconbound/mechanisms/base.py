@@ -50,24 +50,18 @@ class Protection:
     delta: float = 1e-5
 
     @property
-    def success_if_drawn(self) -> float | None:
-        """Returns the chance for records that are in some batch, where all others are rebuilt as by a guess.
-
-        (success − BLIND · never_drawn)/(1 − never_drawn)
-        """
-        if self.success is None or self.never_drawn >= 1:
-            return self.success
-        return min(1.0, (self.success - BLIND * self.never_drawn) / (1 - self.never_drawn))
-
-    @property
     def meaningful(self) -> bool:
-        """Returns whether the guarantee is meaningful: a drawn record is rebuilt with a chance below SURE.
+        """Returns whether the guarantee is meaningful: a record that is in some batch is rebuilt with less than SURE.
+
+            chance of such a record, where all others are rebuilt as by a guess = (success − BLIND · never)/(1 − never)
 
         Without the condition a run of one epoch and no noise at all would pass, for a third of the records are never
         drawn. Where no chance is known nothing is decided, and the answer is True.
         """
-        found = self.success_if_drawn
-        return found is None or found < SURE
+        if self.success is None:
+            return True
+        never = self.never_drawn if self.never_drawn < 1 else 0.0
+        return (self.success - BLIND * never) / (1 - never) < SURE
 
     def sentence(self, noun: str = "record") -> str:
         """Returns the largest chance to rebuild a record, in one sentence that is true by itself; "" if not known.

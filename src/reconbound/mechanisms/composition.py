@@ -17,7 +17,7 @@ import numpy as np
 
 from reconbound._internal.checks import InputError, choice, numbers, whole
 from reconbound.bounds.bound import log1m
-from reconbound.bounds.parts import Parts
+from reconbound.bounds.parts import Parts, parts_from_losses
 from reconbound.bounds.trade_off import Least, TradeOff
 from reconbound.mechanisms import privacy_loss
 from reconbound.mechanisms.base import ADD_OR_ZERO, ADD_REMOVE, ADJACENCIES, REPLACE_ONE, Mechanism
@@ -55,7 +55,9 @@ class Composed(Mechanism):
         for adjacency, neighbours in ((ADD_REMOVE, self.kl_neighbours), (REPLACE_ONE, REPLACE_ONE)):
             pld = None if quick else self._pld(adjacency)
             if pld is not None:
-                return (*super().parts(), privacy_loss.parts(pld, neighbours))
+                losses = privacy_loss.directions(pld)[0]
+                found = parts_from_losses(*losses, neighbours, rounding=privacy_loss.rounding(pld))
+                return (*super().parts(), found)
         return super().parts()
 
     @cached_property

@@ -151,7 +151,7 @@ FLOORS = ("theorem1", "theorem1_paper", "corners", "lecam_unbiased", "lecam", "r
 def _in_ball(nats: float, space: DataSpace) -> Bound:
     """Returns the rate–distortion floor on the box inside a ball, or on the ball itself where that is higher."""
     assert space.whole_ball is not None
-    found = rate_distortion(nats, widths=space.side, dim=space.dim)
+    found = rate_distortion(nats, widths=space.high - space.low, dim=space.dim)
     ball = ball_floor(nats, space.whole_ball, space.dim)
     return replace(found, value=ball.value, theorem=ball.theorem) if ball.value > found.value else found
 
@@ -178,7 +178,7 @@ def floor_on(
     choice("bound", name, FLOORS)
     if not isinstance(units, str):
         raise InputError("units", "must be text", units)
-    sides: dict[str, Any] = {"widths": space.side, "dim": space.dim}
+    sides: dict[str, Any] = {"widths": space.high - space.low, "dim": space.dim}
     if name in ("theorem1", "corners"):
         unbiased = theorem1 if name == "theorem1" else corners
         found = unbiased(mechanism.order2(), both_ends=mechanism.order2_both_ends(), **sides)

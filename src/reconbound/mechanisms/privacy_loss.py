@@ -345,7 +345,10 @@ def _deltas(losses: np.ndarray, mass: np.ndarray, infinite: float) -> np.ndarray
 
 
 def directions(pld: Any) -> list[tuple[np.ndarray, np.ndarray, float]]:
-    """Returns (losses, probabilities, probability of an infinite loss) of the distribution's two directions."""
+    """Returns (losses, probabilities, probability of an infinite loss) of the distribution's two directions.
+
+    The first is that of the release with the record.
+    """
     found = []
     for pmf in {id(p): p for p in (pld._pmf_remove, pld._pmf_add)}.values():
         dense = pmf.to_dense_pmf()
@@ -356,18 +359,8 @@ def directions(pld: Any) -> list[tuple[np.ndarray, np.ndarray, float]]:
     return found
 
 
-def parts(pld: Any, neighbours: str) -> Parts:
-    """Returns parts of the release with the record that carry few nats towards that without it.
-
-    Args:
-        pld: a privacy loss distribution of ours, or of dp-accounting's mechanisms.
-        neighbours: names the releases that it compares.
-    """
-    return parts_from_losses(*directions(pld)[0], neighbours, rounding=rounding(pld))
-
-
 def worse_parts(pld: Any, neighbours: str) -> Parts:
-    """Returns the same for the worse of both directions, where it is not sure which of the releases has the record.
+    """Returns parts that carry few nats, for the worse of both directions: it is not sure which release has the record.
 
     Args:
         pld: a privacy loss distribution.

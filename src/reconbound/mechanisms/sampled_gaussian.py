@@ -12,7 +12,8 @@ import numpy as np
 
 from reconbound import divergences as renyi
 from reconbound._internal.checks import InputError, choice, number, numbers, whole
-from reconbound.bounds.parts import Parts, parts_by_draws, parts_gaussian, whole_release
+from reconbound.bounds.bound import log1m
+from reconbound.bounds.parts import Parts, parts_by_draws, parts_from_losses, parts_gaussian, whole_release
 from reconbound.bounds.success import rero_from_order2
 from reconbound.bounds.trade_off import GaussianTradeOff, TradeOff
 from reconbound.mechanisms import fixed_size_loss, privacy_loss
@@ -43,11 +44,6 @@ def fewest_batches(sample_rate: float) -> int:
     """
     rate = number("sample_rate", sample_rate, above=0.0, at_most=1.0)
     return max(1, math.floor(1 / Fraction(rate) * (1 + Fraction(1, 2**51))))
-
-
-def _at_least_once(rate: float, times: int) -> float:
-    """Returns 1 − (1 − q)ᵏ without cancellation: a chance that is rounded to 0 would promise too much."""
-    return -math.expm1(times * math.log1p(-rate)) if rate < 1 else 1.0
 
 
 #: What differs from Poisson batches: without a record, batches of a fixed size and of a shuffled epoch are others.
@@ -158,7 +154,7 @@ class SampledGaussian(Mechanism):
     @property
     def never_drawn(self) -> float:
         """Returns (1 − q)ᵀ, the chance that a record is in no batch: then the release does not depend on it."""
-        return math.exp(self.steps * math.log1p(-self.sample_rate)) if self.sample_rate < 1 else 0.0
+        return math.exp(self.steps * log1m(self.sample_rate))
 
     def for_group(self, copies: int) -> SampledGaussian:
         """Returns the mechanism with the group's rows as one record.
@@ -172,7 +168,7 @@ class SampledGaussian(Mechanism):
         k = whole("copies", copies)
         if k == 1:
             return self
-        rate = _at_least_once(self.sample_rate, k) if self.sampler == "poisson" else 1.0
+        rate = -math.expm1(k * log1m(self.sample_rate)) if self.sampler == "poisson" else 1.0
         return replace(self, noise_multiplier=self.noise_multiplier / k, sample_rate=rate)
 
     def releases(self) -> tuple[tuple[Release, int], ...]:
@@ -206,7 +202,10 @@ class SampledGaussian(Mechanism):
         found.append(parts_gaussian(self.m * math.sqrt(self.steps), self.kl_neighbours))
         neighbours = ADD_REMOVE if self.sampler == "poisson" else REPLACE_ONE
         pld = self._pld(neighbours) if self.sample_rate < 1 else None
-        return tuple(found) if pld is None else (*found, privacy_loss.parts(pld, neighbours))
+        if pld is None:
+            return tuple(found)
+        losses = privacy_loss.directions(pld)[0]
+        return (*found, parts_from_losses(*losses, neighbours, rounding=privacy_loss.rounding(pld)))
 
     def overlap(self) -> float:
         if self.sampler != "fixed":
@@ -243,12 +242,12 @@ class SampledGaussian(Mechanism):
         return min((epsilon for epsilon in found if epsilon is not None), default=None)
 
     def membership_advantage(self) -> float:
-        drawn, pld = _at_least_once(self.sample_rate, self.steps), self._pld(REPLACE_ONE)
-        simple = min(advantage_from_order2(self.order2()), drawn)  # any_attacker.md 6.5
+        ever_drawn, pld = -math.expm1(self.steps * log1m(self.sample_rate)), self._pld(REPLACE_ONE)
+        simple = min(advantage_from_order2(self.order2()), ever_drawn)  # any_attacker.md 6.5
         return simple if pld is None else min(simple, privacy_loss.delta(pld, 0.0))
 
     def rero(self, kappa: Any, adjacency: str = ADD_REMOVE) -> Any:
-        drawn = numbers("kappa", kappa) + _at_least_once(self.sample_rate, self.steps)
+        drawn = numbers("kappa", kappa) - math.expm1(self.steps * log1m(self.sample_rate))
         which = REPLACE_ONE if self.sampler == "fixed" else choice("adjacency", adjacency, ADJACENCIES)
         simple, pld = np.minimum(rero_from_order2(kappa, self.order2()), drawn)[()], self._pld(which)
         return simple if pld is None else np.minimum(simple, privacy_loss.trade_off(pld).tpr(kappa))[()]
