@@ -224,24 +224,19 @@ class Box:
 
     Attributes:
         dim: d, the number of coordinates.
-        side: the length of the first side.
-        unequal: all side lengths; None when they are equal, so that ten million equal sides cost nothing.
+        lengths: the side lengths; one number where all are equal, so that ten million equal sides cost nothing.
+        sides: the different lengths, rising.
+        counts: the number of coordinates that have each.
         guess: the squared error per coordinate of guessing the middle, at worst: Σ wᵢ²/(4d).
         each: which coordinates Σ wᵢ² x/d bounds, where wᵢ² x bounds coordinate i: "each" for equal sides.
     """
 
     dim: int
-    side: float
-    unequal: np.ndarray | None
+    lengths: np.ndarray
+    sides: np.ndarray
+    counts: np.ndarray
     guess: float
     each: Coordinates
-
-    def groups(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns distinct side lengths and the number of coordinates that have each."""
-        if self.unequal is None:
-            return np.array([self.side]), np.array([float(self.dim)])
-        sides, counts = np.unique(self.unequal, return_counts=True)
-        return sides, counts.astype(float)
 
 
 def box(widths: Any, dim: int | None = None) -> Box:
@@ -254,16 +249,14 @@ def box(widths: Any, dim: int | None = None) -> Box:
     array = numbers("widths", widths, above=0.0)
     if np.any(array > 1e100):
         raise InputError("widths", "must be at most 1e100", float(array.max()))
-    if array.size > 1 or array.ndim > 0:
-        flat = array.ravel()
-        if dim is not None and dim != flat.size:
-            raise InputError("dim", f"must equal the number of widths, {flat.size}", dim)
-        side, count = float(flat[0]), flat.size
-        if not np.all(flat == side):
-            return Box(count, side, flat, guess=float(np.mean(flat**2)) / 4, each="average")
-    else:
-        side, count = float(array), whole("dim", 1 if dim is None else dim)
-    return Box(count, side, None, guess=side**2 / 4, each="each")
+    if array.ndim > 0 and dim not in (None, array.size):
+        raise InputError("dim", f"must equal the number of widths, {array.size}", dim)
+    d, lengths = array.size if array.ndim > 0 else whole("dim", 1 if dim is None else dim), array.ravel()
+    if np.all(lengths == lengths[0]):
+        side = float(lengths[0])
+        return Box(d, np.array(side), np.array([side]), np.array([float(d)]), guess=side**2 / 4, each="each")
+    sides, counts = np.unique(lengths, return_counts=True)
+    return Box(d, lengths, sides, counts.astype(float), guess=float(np.mean(lengths**2)) / 4, each="average")
 
 
 @dataclass(frozen=True)

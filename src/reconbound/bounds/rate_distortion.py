@@ -36,14 +36,13 @@ def corners_floor(kl: float, *, widths: Any = 1.0, dim: int | None = None) -> Bo
     (0.25, 0.0)
     """
     nats, space = divergence("kl", kl), box(widths, dim)
-    sides, counts = space.groups()
-    scale, share, budget = float(sides.max()), counts / space.dim, nats / space.dim
+    scale, share, budget = float(space.sides.max()), space.counts / space.dim, nats / space.dim
     if nats == 0:
         value = space.guess
     elif budget >= math.log(2):
         value = 0.0
     else:
-        sides = sides / scale
+        sides = space.sides / scale
         s = np.array([_inverse_entropy_gap(budget)]) if len(sides) == 1 else _log_odds(sides, share, budget)
         variance = np.exp(-s - 2 * np.logaddexp(0.0, -s))  # η(1 − η) at η = 1/(1+e^s), without underflow
         value = float(np.sum(share * sides**2 * variance)) * scale * scale
@@ -126,8 +125,7 @@ def uniform_floor(kl: float, *, widths: Any = 1.0, dim: int | None = None) -> Bo
     0.05855
     """
     nats, space = divergence("kl", kl), box(widths, dim)
-    sides, counts = space.groups()
-    value = _reverse_water_filling(sides**2 / (2 * math.pi * math.e), counts, nats)
+    value = _reverse_water_filling(space.sides**2 / (2 * math.pi * math.e), space.counts, nats)
     assumes, theorem = ("on average over a uniform record in the box",), "rate–distortion (uniform)"
     return Bound("rate_distortion_uniform", value, theorem, "any", REFERENCE, assumes=assumes,
                  guess=4 * space.guess / 12, coordinates=mean_coordinates(space.dim))  # fmt: skip

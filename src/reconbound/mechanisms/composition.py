@@ -55,9 +55,8 @@ class Composed(Mechanism):
         for adjacency, neighbours in ((ADD_REMOVE, self.kl_neighbours), (REPLACE_ONE, REPLACE_ONE)):
             pld = None if quick else self._pld(adjacency)
             if pld is not None:
-                losses = privacy_loss.directions(pld)[0]
-                found = parts_from_losses(*losses, neighbours, rounding=privacy_loss.rounding(pld))
-                return (*super().parts(), found)
+                (with_record, *_), missing = privacy_loss.directions(pld)
+                return (*super().parts(), parts_from_losses(*with_record, neighbours, rounding=missing))
         return super().parts()
 
     @cached_property

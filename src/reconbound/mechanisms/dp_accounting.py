@@ -54,7 +54,7 @@ class PLD(Mechanism):
     def _worst(self, of: Callable[[np.ndarray, np.ndarray], float]) -> float:
         """Returns the larger of both directions' values; inf with mass at infinity or with rounding below zero."""
         worst = 0.0
-        for losses, mass, infinite in privacy_loss.directions(self.pld):
+        for losses, mass, infinite in privacy_loss.directions(self.pld)[0]:
             if infinite > 0 or mass.min() < 0:
                 return math.inf
             there = mass > 0

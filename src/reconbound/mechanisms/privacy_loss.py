@@ -91,7 +91,7 @@ def one_of(step: Callable[[float], Any], steps: int, grid: float) -> Any:
         except ValueError:  # dp-accounting's own arithmetic gave up: order 2 answers
             return None
         # on a grid much finer than 1e-6 dp-accounting's differences cancel, and the excess grows with the steps
-        excess = max(abs(float(np.sum(mass)) + infinite - 1) for _, mass, infinite in directions(one))
+        excess = max(abs(float(np.sum(mass)) + infinite - 1) for _, mass, infinite in directions(one)[0])
         return one if steps * excess < 1e-3 else None
 
 
@@ -251,18 +251,6 @@ def check_pessimistic(pld: Any) -> None:
             raise InputError("pld", must, "pessimistic_estimate=False")
 
 
-def rounding(pld: Any) -> float:
-    """Returns the missing probability, which matters to a small δ after many steps: 5e-10 at a million.
-
-    It is what the FFTs lost (a bin is below zero only by their rounding), and what the sum falls short of 1.
-    """
-    found = 0.0
-    for _, mass, infinite in directions(pld):
-        short = 1.0 - float(np.sum(mass)) - infinite
-        found = max(found, len(mass) * max(-float(mass.min()), 0.0), short if short > 1e-12 else 0.0)
-    return found
-
-
 def delta(pld: Any, at: float) -> float:
     """Returns δ(ε), at most 1 (a long FFT can leave a little more).
 
@@ -271,7 +259,7 @@ def delta(pld: Any, at: float) -> float:
         at: ε.
     """
     with without_overflow_warnings():
-        return min(max(float(pld.get_delta_for_epsilon(at)), 0.0) + rounding(pld), 1.0)
+        return min(max(float(pld.get_delta_for_epsilon(at)), 0.0) + directions(pld)[1], 1.0)
 
 
 def overlap(pld: Any) -> float:
@@ -280,8 +268,9 @@ def overlap(pld: Any) -> float:
     Args:
         pld: a privacy loss distribution.
     """
-    known = min(overlap_from_losses(*direction) for direction in directions(pld))
-    return max(known - 2 * rounding(pld), 0.0)
+    found, missing = directions(pld)
+    known = min(overlap_from_losses(*direction) for direction in found)
+    return max(known - 2 * missing, 0.0)
 
 
 def epsilon(pld: Any, target_delta: float) -> float | None:
@@ -295,11 +284,12 @@ def epsilon(pld: Any, target_delta: float) -> float | None:
         pld: a privacy loss distribution.
         target_delta: δ.
     """
-    sure = target_delta - rounding(pld)
+    both, missing = directions(pld)
+    sure = target_delta - missing
     if sure <= 0:
         return None
     least = []
-    for losses, mass, infinite in directions(pld):
+    for losses, mass, infinite in both:
         if infinite > sure:
             return None
         first = int(np.searchsorted(losses, 0.0, side="right"))
@@ -325,8 +315,7 @@ def trade_off(pld: Any) -> TradeOff:
     Args:
         pld: a privacy loss distribution.
     """
-    missing = rounding(pld)
-    found = directions(pld)
+    found, missing = directions(pld)
     own = [ProfileTradeOff(losses, _deltas(losses, mass, inf) + missing) for losses, mass, inf in found]
     if len(own) == 1:
         return Least((own[0], own[0].mirrored()))
@@ -344,19 +333,23 @@ def _deltas(losses: np.ndarray, mass: np.ndarray, infinite: float) -> np.ndarray
     return np.asarray(np.clip((above - weighted)[::-1] + infinite, 0.0, 1.0))
 
 
-def directions(pld: Any) -> list[tuple[np.ndarray, np.ndarray, float]]:
-    """Returns (losses, probabilities, probability of an infinite loss) of the distribution's two directions.
+def directions(pld: Any) -> tuple[list[tuple[np.ndarray, np.ndarray, float]], float]:
+    """Returns (losses, probabilities, probability of an infinite loss) of both directions, and the missing probability.
 
-    The first is that of the release with the record.
+    The first direction is that of the release with the record. The missing probability is what the FFTs lost (a bin is
+    below zero only by their rounding), and what the sum falls short of 1. It matters to a small δ after many steps:
+    5e-10 at a million.
     """
-    found = []
+    found, missing = [], 0.0
     for pmf in {id(p): p for p in (pld._pmf_remove, pld._pmf_add)}.values():
         dense = pmf.to_dense_pmf()
-        losses = (np.arange(dense.size) + dense._lower_loss) * dense._discretization
+        losses = (np.arange(dense.size) + dense._lower_loss) * dense._discretization if dense.size else np.zeros(1)
+        mass = np.asarray(dense._probs) if dense.size else np.zeros(1)
         infinite = max(float(dense._infinity_mass), 0.0)  # a tail of rounding, cut off, can be negative
-        mass = np.asarray(dense._probs)
-        found.append((losses, mass, infinite) if dense.size else (np.zeros(1), np.zeros(1), infinite))
-    return found
+        short = 1.0 - float(np.sum(mass)) - infinite
+        missing = max(missing, len(mass) * max(-float(mass.min()), 0.0), short if short > 1e-12 else 0.0)
+        found.append((losses, mass, infinite))
+    return found, missing
 
 
 def worse_parts(pld: Any, neighbours: str) -> Parts:
@@ -366,6 +359,6 @@ def worse_parts(pld: Any, neighbours: str) -> Parts:
         pld: a privacy loss distribution.
         neighbours: names the releases that it compares.
     """
-    off = rounding(pld)
-    curves = [parts_from_losses(*direction, neighbours, rounding=off) for direction in directions(pld)]
+    found, missing = directions(pld)
+    curves = [parts_from_losses(*direction, neighbours, rounding=missing) for direction in found]
     return both_directions(curves[0], curves[-1])

@@ -194,18 +194,19 @@ class SampledGaussian(Mechanism):
 
     def parts(self, *, quick: bool = False) -> tuple[Parts, ...]:
         """Returns parts, those of T steps with every record among them: they tell no less than batches do (6.12)."""
-        found = [whole_release(self.kl(), self.kl_neighbours)]
-        if self.sample_rate < 1:
-            found.append(parts_by_draws(self.m, self.sample_rate, self.steps, self.kl_neighbours))
-            if quick:
-                return tuple(found)
-        found.append(parts_gaussian(self.m * math.sqrt(self.steps), self.kl_neighbours))
+        all_steps = whole_release(self.kl(), self.kl_neighbours)
+        every = parts_gaussian(self.m * math.sqrt(self.steps), self.kl_neighbours)
+        if self.sample_rate == 1:
+            return all_steps, every
+        drawn = parts_by_draws(self.m, self.sample_rate, self.steps, self.kl_neighbours)
+        if quick:
+            return all_steps, drawn
         neighbours = ADD_REMOVE if self.sampler == "poisson" else REPLACE_ONE
-        pld = self._pld(neighbours) if self.sample_rate < 1 else None
+        pld = self._pld(neighbours)
         if pld is None:
-            return tuple(found)
-        losses = privacy_loss.directions(pld)[0]
-        return (*found, parts_from_losses(*losses, neighbours, rounding=privacy_loss.rounding(pld)))
+            return all_steps, drawn, every
+        (with_record, *_), missing = privacy_loss.directions(pld)
+        return all_steps, drawn, every, parts_from_losses(*with_record, neighbours, rounding=missing)
 
     def overlap(self) -> float:
         if self.sampler != "fixed":
