@@ -163,7 +163,10 @@ def test_snapshot_choice_is_uniform_over_each_part() -> None:
     learner = SimpleNamespace(steps=36, seed=5, records=50)
     for run in range(runs):
         total = total + drawn(learner, run, 5)
-    assert audit_leakage._parts(list(range(12)), 5) == [[0, 1], [2, 3], [4, 5, 6], [7, 8], [9, 10, 11]]
+    twelve = audit_leakage.SnapshotMeasurements(SimpleNamespace(steps=12, seed=5), None)  # type: ignore[arg-type]
+    planned = list(twelve._planned_measurements(0, 5, 50))
+    assert [step for step, _, _ in planned] == list(range(12))
+    assert [weight for _, weight, _ in planned] == [2, 2, 2, 2, 3, 3, 3, 2, 2, 3, 3, 3]  # (0, 1), (2, 3), (4, 5, 6) …
     spread = np.sqrt(2.0 / (50 * runs))  # of m times a draw of chance 1/m: √(m − 1), m ≤ 3
     assert float((total.mean(1) / runs - 1).abs().max()) < 4 * spread
 
@@ -235,6 +238,10 @@ def test_rescaled_diagonals_are_nearer_to_all_steps(tmp_path, monkeypatch) -> No
         assert float(now.square().mean()) < float(off.square().mean())
 
 
+def unsealed_snapshot(measured, run: int, step: int) -> dict[str, torch.Tensor]:
+    return _files.unsealed(measured.snapshots.folder / audit_leakage.SNAPSHOT.format(run=run, step=step))[0]
+
+
 def run_diagonal(measured, people, run: int, records: torch.Tensor, times: torch.Tensor | None = None) -> torch.Tensor:
     """Σ L q diag(J̃ᵀ [k⊥(I − ĝĝᵀ) + k∥ĝĝᵀ] J̃)/(σC)² with dense Jacobians, over a run's blocks of L steps, (k, 2).
 
@@ -251,7 +258,7 @@ def run_diagonal(measured, people, run: int, records: torch.Tensor, times: torch
     table = PoissonTable(s.sample_rate).prepare(torch.device("cpu"), torch.float64)
     total = torch.zeros(len(records), 2, dtype=torch.float64)
     for k, (t, length) in enumerate(steps):
-        parameters = {n: v.double() for n, v in _files.unsealed(measured.snapshots.path(run, t))[0].items()}
+        parameters = {n: v.double() for n, v in unsealed_snapshot(measured, run, t).items()}
         for row, i in enumerate(records.tolist()):
             x, y = torch.from_numpy(people.inputs[i]).double(), torch.from_numpy(people.targets)[i : i + 1]
             flat, jacobian = clipped_jacobian(learner, parameters, x, y)

@@ -66,9 +66,10 @@ def test_worlds_of_a_table() -> None:
 def test_the_mark_of_a_missing_number_stays() -> None:
     ages = [20.0, None, 57.0, 38.5, None, 60.0]
     frame = pd.DataFrame({"age": ages, "pay": range(6), "y": list("abbaab")})
-    found = load_dataset(frame, target="y", ranges={"age": (17, 60)}, units={"age": "years"}, test_share=0.0)
+    ranges = {"age": (17, 60), "pay": (0, 1e5)}
+    found = load_dataset(frame, target="y", ranges=ranges, units={"age": "years"}, test_share=0.0)
     assert [f.name for f in found.features] == ["age", "age (missing)", "pay"]
-    assert worlds_of(found)["age"].reference == "38.5 years"
+    assert [worlds_of(found)[name].reference for name in ("age", "pay")] == ["38.5 years", "50,000"]
     assert changed(found, "age").tolist() == [0]
     assert changed(found, "private").tolist() == [0, 2]
 

@@ -65,7 +65,7 @@ def test_profile_is_the_exact_curve_of_a_small_mechanism(seed):
     np.testing.assert_allclose(curve.delta(EPSILONS[inside]),
                                [exact_delta(p, q, e) for e in EPSILONS[inside]], atol=0.02)  # fmt: skip
     check_upper(curve.mirrored(), q, p)
-    both = Least([profile(q, p), curve.mirrored()])
+    both = Least((profile(q, p), curve.mirrored()))
     np.testing.assert_allclose(both.tpr(FPRS), [exact_tpr(q, p, a) for a in FPRS], atol=1e-9)
 
 
@@ -74,7 +74,7 @@ def test_mirrored_keeps_small_chances_of_a_wrong_answer():
     epsilons = np.linspace(-40, 40, 8001)
     noisy = ProfileTradeOff(epsilons, GaussianTradeOff(5.0).delta(epsilons) + 1e-5 * (epsilons < 0))
     assert noisy.fnr(0.5) == 0
-    assert Least([noisy, noisy.mirrored()]).fnr(0.5) == pytest.approx(norm.sf(5.0), rel=1e-3)
+    assert Least((noisy, noisy.mirrored())).fnr(0.5) == pytest.approx(norm.sf(5.0), rel=1e-3)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -198,7 +198,7 @@ def test_mu_of_a_gaussian_profile_is_its_own(mu):
 @pytest.mark.parametrize("least", [1e-6, 1e-3])
 def test_mu_is_enough_and_no_smaller_one_is(seed, least):
     p, q = random_distributions(seed, zeros=seed % 2 == 0)
-    curve = Worst([profile(p, q), profile(q, p)])
+    curve = Worst((profile(p, q), profile(q, p)))
     found = curve.gdp(least)
     if found.mu == math.inf:
         assert curve.tpr(least) > 1 - least
@@ -225,7 +225,7 @@ def test_no_test_beats_the_curve_of_a_group(seed):
     """Three steps between four random distributions, each neighbour pair within one curve."""
     four = random_distributions(seed, count=4, zeros=False)
     steps = [profile(b, a) for a, b in itertools.pairwise(four)]
-    one = Worst([*steps, *[profile(a, b) for a, b in itertools.pairwise(four)]])
+    one = Worst((*steps, *[profile(a, b) for a, b in itertools.pairwise(four)]))
     check_upper(one.group(3), four[3], four[0], slack=1e-10)
     check_upper(one.group(2), four[0], four[2], slack=1e-10)
     assert one.group(1) is one
@@ -245,9 +245,9 @@ def test_a_group_under_pure_dp_is_better_than_the_sum_of_epsilons():
 
 def test_least_and_worst():
     one, other = DPTradeOff(1.0), DPTradeOff(0.0, 0.3)
-    assert Least([one, other]).advantage == other.advantage
-    assert Worst([one, other]).advantage == one.advantage
-    np.testing.assert_array_equal(Least([one, other]).tpr(FPRS), np.minimum(one.tpr(FPRS), other.tpr(FPRS)))
+    assert Least((one, other)).advantage == other.advantage
+    assert Worst((one, other)).advantage == one.advantage
+    np.testing.assert_array_equal(Least((one, other)).tpr(FPRS), np.minimum(one.tpr(FPRS), other.tpr(FPRS)))
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ def test_curve_of_a_group_is_convex(size):
     """The points that a finite search gives are not convex, and the lowest line was missed: tpr fell by 0.02."""
     curve = ProfileTradeOff([-2.0, -0.3, 0.0, 0.3, 2.0], [0.87, 0.3, 0.1, 0.05, 1e-6])
     alphas = np.concatenate([[0.0], 10.0 ** np.linspace(-9, -0.02, 300), [1.0]])
-    group = Worst([curve, curve.mirrored()]).group(size)
+    group = Worst((curve, curve.mirrored())).group(size)
     rates, epsilons = group.tpr(alphas), np.linspace(-9, 9, 361)
     deltas = group.delta(epsilons)
     assert np.all(np.diff(rates) >= -1e-15)

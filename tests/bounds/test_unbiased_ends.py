@@ -127,7 +127,7 @@ def test_one_gaussian_release_has_four_times_the_paper():
     assert hard(3.0, 1.0, 2).order2_both_ends() == math.inf  # adaptive steps: open
     output = guarantee(OutputPerturbation(100, 0.1, 10.0, 1.0), dim=7)
     assert output["theorem1"].value == pytest.approx(
-        4 * theorem1(output.mechanism.order2(), widths=output.space.side).value
+        4 * theorem1(output.mechanism.order2(), widths=output.high - output.low).value
     )
     # the rows of one person are in several steps of an epoch
     assert SampledGaussian.shuffled(3.0, 10, 7, "hard").for_group(2).order2_both_ends() == math.inf
@@ -162,4 +162,4 @@ def test_three_minimisers_of_ridge_regression_can_be_worse_than_any_two():
     assert k > math.expm1(ridge.order2())
     assert k <= math.expm1(ridge.order2_both_ends())
     found = guarantee(ridge)
-    assert found["theorem1"].value > theorem1(ridge.order2(), widths=found.space.side).value
+    assert found["theorem1"].value > theorem1(ridge.order2(), widths=found.high - found.low).value

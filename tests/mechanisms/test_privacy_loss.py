@@ -69,13 +69,13 @@ def test_one_step_reconstruction_is_the_neyman_pearson_curve(m, q):
     for a, b in ((p, other), (other, p)):  # either side may be the release with the record
         order = np.argsort(-a / np.maximum(b, 1e-300))
         best = np.maximum(best, np.interp(kappas, np.cumsum(b[order]) * dx, np.cumsum(a[order]) * dx))
-    found = privacy_loss.rero(pld, kappas)
+    found = privacy_loss.trade_off(pld).tpr(kappas)
     assert np.all(found >= best - 1e-6)
     np.testing.assert_allclose(found, best, rtol=2e-3)
-    assert isinstance(privacy_loss.rero(pld, 0.1), float)
-    assert privacy_loss.rero(pld, 0.1) == found[2]
-    assert privacy_loss.rero(pld, 0.0) <= 1e-9
-    assert privacy_loss.rero(pld, 1.0) == 1.0
+    assert isinstance(privacy_loss.trade_off(pld).tpr(0.1), float)
+    assert privacy_loss.trade_off(pld).tpr(0.1) == found[2]
+    assert privacy_loss.trade_off(pld).tpr(0.0) <= 1e-9
+    assert privacy_loss.trade_off(pld).tpr(1.0) == 1.0
 
 
 @pytest.mark.parametrize(("m", "steps"), [(0.01, 1), (0.5, 1), (3.0, 1), (0.01, 100), (0.5, 100), (0.01, 10**6)])
@@ -88,7 +88,9 @@ def test_unsampled_steps_follow_the_exact_gaussian_curve(m, steps):
             exact = gaussian_epsilon(factor * shift, target)
             assert exact * (1 - 1e-6) <= privacy_loss.epsilon(pld, target) <= exact * (1 + 1e-3) + 1e-6
         kappa = 0.01
-        assert privacy_loss.rero(pld, kappa) == pytest.approx(norm.cdf(norm.ppf(kappa) + factor * shift), rel=1e-3)
+        assert privacy_loss.trade_off(pld).tpr(kappa) == pytest.approx(
+            norm.cdf(norm.ppf(kappa) + factor * shift), rel=1e-3
+        )
 
 
 @pytest.mark.parametrize("shift", [1e-6, 1e-2, 1.0, 30.0, 999.0, 1001.0, 1e6])
@@ -109,7 +111,7 @@ def test_gaussian_epsilon_is_sound_and_tight(shift, target):
 def test_composition_agrees_with_a_finer_grid(m, q, steps, adjacency):
     relation = dp.NeighboringRelation.REPLACE_ONE if adjacency == REPLACE else dp.NeighboringRelation.ADD_OR_REMOVE_ONE
     pld = privacy_loss.gaussian(m, q, steps, adjacency)
-    coarse = privacy_loss.directions(pld)[0][0]
+    coarse = privacy_loss.directions(pld)[0][0][0]
     with privacy_loss.without_overflow_warnings():
         fine = privacy_loss_distribution.from_gaussian_mechanism(
             1 / m,
@@ -120,7 +122,7 @@ def test_composition_agrees_with_a_finer_grid(m, q, steps, adjacency):
     pairs = [(privacy_loss.epsilon(pld, target), privacy_loss.epsilon(fine, target)) for target in (1e-3, 1e-6)]
     pairs += [
         (privacy_loss.delta(pld, 0.0), privacy_loss.delta(fine, 0.0)),
-        (privacy_loss.rero(pld, 0.01), privacy_loss.rero(fine, 0.01)),
+        (privacy_loss.trade_off(pld).tpr(0.01), privacy_loss.trade_off(fine).tpr(0.01)),
     ]
     for found, finer in pairs:  # a coarser grid is never the more optimistic one
         assert finer * (1 - 1e-5) <= found <= finer * (1 + 2e-3)
@@ -133,8 +135,8 @@ def test_our_self_composition_is_dp_accountings(m, q, steps, relation):
         one = privacy_loss_distribution.from_gaussian_mechanism(
             1 / m, value_discretization_interval=1e-2, sampling_prob=q, neighboring_relation=relation
         )
-        theirs = privacy_loss.directions(one.self_compose(steps))
-    ours = privacy_loss.directions(privacy_loss.composed([(one, steps)]))
+        theirs = privacy_loss.directions(one.self_compose(steps))[0]
+    ours = privacy_loss.directions(privacy_loss.composed([(one, steps)]))[0]
     assert len(ours) == len(theirs)
     for (losses, mass, infinite), (losses_2, mass_2, infinite_2) in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(losses, losses_2, atol=1e-12)
@@ -155,7 +157,7 @@ def test_one_step_is_dp_accountings(m, q, adjacency):
             1 / m, value_discretization_interval=grid, sampling_prob=q, neighboring_relation=relation
         )
         ours = gaussian_step(m, q, adjacency == REPLACE, grid)
-    pairs = list(zip(privacy_loss.directions(ours), privacy_loss.directions(theirs), strict=True))
+    pairs = list(zip(privacy_loss.directions(ours)[0], privacy_loss.directions(theirs)[0], strict=True))
     assert len(pairs) == (1 if adjacency == REPLACE or q == 1 else 2)
     for (losses, mass, infinite), (losses_2, mass_2, infinite_2) in pairs:
         np.testing.assert_array_equal(losses, losses_2)
@@ -186,7 +188,7 @@ def test_epsilon_is_dp_accountings():
     seen = 0
     for pld in some_plds():
         for target in (1e-12, 1e-9, 1e-5, 1e-3, 0.05, 0.1, 0.5):
-            sure = target - privacy_loss.rounding(pld)
+            sure = target - privacy_loss.directions(pld)[1]
             if sure <= 0:
                 assert privacy_loss.epsilon(pld, target) is None
                 continue
@@ -217,7 +219,7 @@ def tilted_delta(m, q, steps, epsilon, tilt):
             sampling_prob=q,
             neighboring_relation=dp.NeighboringRelation.REPLACE_ONE,
         )
-    losses, mass, infinite = privacy_loss.directions(one)[0]
+    losses, mass, infinite = privacy_loss.directions(one)[0][0]
     h, low = losses[1] - losses[0], round(losses[0] / (losses[1] - losses[0]))
     log_norm = math.log(np.sum(mass * np.exp(tilt * losses)))
     tilted = mass * np.exp(tilt * losses - log_norm)
@@ -272,8 +274,8 @@ def test_many_kappas_agree_with_few(m, q, steps):
     """A layer-cake floor asks for thousands: by search, where a table would take gigabytes."""
     pld = privacy_loss.gaussian(m, q, steps, ADD)
     kappas = np.concatenate([[0.0, 1.0], np.geomspace(1e-9, 0.999, 198)]).reshape(2, 100)
-    found = privacy_loss.rero(pld, kappas)
-    one_by_one = np.vectorize(lambda k: privacy_loss.rero(pld, k))(kappas)
+    found = privacy_loss.trade_off(pld).tpr(kappas)
+    one_by_one = np.vectorize(lambda k: privacy_loss.trade_off(pld).tpr(k))(kappas)
     assert found.shape == kappas.shape
     assert np.all(found >= one_by_one * (1 - 1e-12))
     np.testing.assert_allclose(found, one_by_one, rtol=1e-6, atol=1e-12)
@@ -293,7 +295,7 @@ def test_rounding_is_charged():
         def get_delta_for_epsilon(self, epsilon):
             return 0.1
 
-    assert privacy_loss.rounding(Pld()) == pytest.approx(4e-9)
+    assert privacy_loss.directions(Pld())[1] == pytest.approx(4e-9)
     assert privacy_loss.delta(Pld(), 0.0) == pytest.approx(0.1 + 4e-9, abs=1e-12)
     assert [privacy_loss.epsilon(Pld(), d) for d in (3e-9, 8e-9)] == [
         None,
@@ -304,12 +306,12 @@ def test_rounding_is_charged():
 
 def test_directions_of_an_asymmetric_pld():
     pld = privacy_loss.gaussian(1.0, 0.1, 1, ADD)
-    (first, p, _), (second, p2, _) = privacy_loss.directions(pld)
+    (first, p, _), (second, p2, _) = privacy_loss.directions(pld)[0]
     assert first.max() > 3
     assert second.max() < 0.2  # without the record the loss never exceeds −ln(1 − q)
     assert p.sum() == pytest.approx(1, abs=1e-6)
     assert p2.sum() == pytest.approx(1, abs=1e-6)
-    assert len(privacy_loss.directions(privacy_loss.gaussian(1.0, 0.1, 1, REPLACE))) == 1
+    assert len(privacy_loss.directions(privacy_loss.gaussian(1.0, 0.1, 1, REPLACE))[0]) == 1
 
 
 @pytest.mark.parametrize(("m", "q"), [(1.0, 0.01), (0.01, 0.5), (20.0, 1e-6), (59.0, 1e-9), (1e-3, 1e-3)])
@@ -319,7 +321,7 @@ def test_a_million_steps_stay_small(m, q, adjacency):
     pld = privacy_loss.gaussian(m, q, 10**6, adjacency)
     assert time.process_time() - start < 20  # generous: a fault here costs minutes and gigabytes
     if pld is not None:
-        assert all(len(losses) < 2_000_000 for losses, _, _ in privacy_loss.directions(pld))
+        assert all(len(losses) < 2_000_000 for losses, _, _ in privacy_loss.directions(pld)[0])
         assert 0 <= privacy_loss.delta(pld, 0.0) <= 1
         assert privacy_loss.epsilon(pld, 1e-5) >= 0
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from reconbound._internal.files import CONFIDENTIAL, PUBLIC, Unreadable, json_digest, sealed, unsealed, write_whole
 from reconbound._internal.rng import derive, numbers_of, torch_stream
@@ -41,19 +41,23 @@ FEW = 2000
 _AT_ONCE = 4096
 #: Records that share their probes when all are looked at.
 _TOGETHER = 512
+#: The file with the parameters before a step of a run.
+SNAPSHOT = "parameters-{run}-{step}.safetensors"
 
 
+@dataclass(frozen=True)
 class Snapshots(Callback):
     """Keeps the released parameters, snapshots of all runs, and a history of the first run.
 
-    Args:
+    Attributes:
         dataset: for the accuracy on its test data.
         folder: for the snapshots (confidential: the runs that only measure are not released).
         released: the file for the parameters at the end of the first run.
     """
 
-    def __init__(self, dataset: Dataset, folder: Path, released: Path) -> None:
-        self.dataset, self.folder, self.released = dataset, folder, released
+    dataset: Dataset
+    folder: Path
+    released: Path
 
     def on_step(self, learner: PrivateSGD) -> dict[str, float] | None:
         """Writes a snapshot where one is due. Returns accuracy and leakage so far at some steps of the first run."""
@@ -61,7 +65,7 @@ class Snapshots(Callback):
         if informed and learner.step in dict(snapshot_steps(learner, learner.run)):
             facts = {"audit": owner(learner), "run": learner.run, "step": learner.step}
             content = sealed(learner.model.state_dict(), facts)
-            write_whole(self.path(learner.run, learner.step), content, mode=CONFIDENTIAL)
+            write_whole(self.folder / SNAPSHOT.format(**facts), content, mode=CONFIDENTIAL)
         every = max(1, learner.steps // POINTS)
         due = learner.step == learner.steps or (learner.step and learner.step % every == 0)
         if learner.run > 0 or not due or learner.accountant is None:
@@ -79,27 +83,16 @@ class Snapshots(Callback):
         return {**found, "accuracy": accuracy} if math.isfinite(accuracy) else found or None
 
     def on_run_end(self, learner: PrivateSGD) -> None:
-        """Writes the parameters of the first run: they are released."""
-        if learner.run == 0:
-            self.release(learner.model)
+        """Writes the released parameters, those of the first run, and nothing else that depends on the data.
 
-    def release(self, model: nn.Module) -> None:
-        """Writes the released parameters, and nothing else that depends on the data, unless they exist."""
+        Nothing is written where they are in their file already.
+        """
         from safetensors.torch import save
 
-        own = {name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}
+        own = {name: value.detach().cpu().contiguous().clone() for name, value in learner.first_parameters.items()}
         content = save(own, {"reconbound": "the released model"})
         if not self.released.exists() or self.released.read_bytes() != content:
             write_whole(self.released, content, mode=PUBLIC)
-
-    def path(self, run: int, step: int) -> Path:
-        """Returns the file for the parameters before a step of a run.
-
-        Args:
-            run: the number of the run.
-            step: the number of the step.
-        """
-        return self.folder / f"parameters-{run}-{step}.safetensors"
 
 
 def snapshot_steps(learner: PrivateSGD, run: int) -> list[tuple[int, int]]:
@@ -120,16 +113,17 @@ def owner(learner: PrivateSGD) -> str:
     return json_digest([learner.identity, learner.seed])
 
 
+@dataclass(frozen=True)
 class SnapshotMeasurements:
     """Measures records at the snapshots of a finished training.
 
-    Args:
+    Attributes:
         learner: the trained learner.
         snapshots: its snapshots.
     """
 
-    def __init__(self, learner: PrivateSGD, snapshots: Snapshots) -> None:
-        self.learner, self.snapshots = learner, snapshots
+    learner: PrivateSGD
+    snapshots: Snapshots
 
     def look(
         self, records: Tensor | None, runs: int, *, probes: int, looks: int = SNAPSHOTS, each: bool = True
@@ -173,33 +167,35 @@ class SnapshotMeasurements:
         return ledger
 
     def _planned_measurements(self, run: int, looks: int, records: int) -> Iterator[tuple[int, float, Tensor]]:
-        """Yields a step, the weight over q of measurements at it, and the places of the records measured there."""
-        for k, blocks in enumerate(_parts(snapshot_steps(self.learner, run), looks)):
+        """Yields a step, the weight over q of measurements at it, and the places of the records measured there.
+
+        The blocks are joined in order into `looks` parts (at most one per block), of nearly the same number of blocks.
+        """
+        found = snapshot_steps(self.learner, run)
+        count = min(looks, len(found))
+        for k in range(count):
+            blocks = found[k * len(found) // count : (k + 1) * len(found) // count]
             rng = numbers_of(derive(self.learner.seed, "run", run), "look", k)
             drawn = torch.from_numpy(rng.integers(0, len(blocks), records))
             for j, (step, length) in enumerate(blocks):
                 yield step, float(len(blocks) * length), torch.nonzero(drawn == j).flatten()
 
     def _put_back(self, run: int, step: int) -> None:
-        path = self.snapshots.path(run, step)
+        """Loads the parameters before a step into the model; refuses those of another audit, run or step."""
+        expected = {"audit": owner(self.learner), "run": run, "step": step}
+        path = self.snapshots.folder / SNAPSHOT.format(**expected)
         try:
             tensors, facts = unsealed(path)
         except FileNotFoundError:
             raise Unreadable(f"{path} has been removed: {ADVICE}") from None
         except Unreadable as reason:
             raise Unreadable(f"{reason}: {ADVICE}") from None
-        if facts != {"audit": owner(self.learner), "run": run, "step": step}:
+        if facts != expected:
             raise Unreadable(f"{path} is of another audit, run or step: {ADVICE}")
         try:
             self.learner.model.load_state_dict(tensors)
         except RuntimeError:
             raise Unreadable(f"{path} holds other parameters than the model has: {ADVICE}") from None
-
-
-def _parts(blocks: list[tuple[int, int]], count: int) -> list[list[tuple[int, int]]]:
-    """Joins the blocks in order into n parts (at most one per block), of nearly the same number of blocks."""
-    ends = [k * len(blocks) // min(count, len(blocks)) for k in range(min(count, len(blocks)) + 1)]
-    return [blocks[a:b] for a, b in pairwise(ends)]
 
 
 #: Most and least exposed records that are kept whole, with probes for each of their measurements; records over which
@@ -233,7 +229,7 @@ def leakage_of(dataset: Dataset, options: AuditOptions, measurements: SnapshotMe
     diagonals: dict[str, Any] = {}
     if rules and options.settings.sampler != "shuffle":
         diagonals = _measure_diagonals(dataset, options, measurements, kept)
-    rows = shown_records(ledger, kept, diagonals.get("diagonal_of"))
+    rows = shown_records(ledger, kept, diagonals.get("diagonal_of")) if learner.records > MANY else None
     first = _history_of(learner)
     known, scored = ([h for h in first if name in h] for name in (_QUANTILES[0], "accuracy"))
     facts = {**dataset_facts(dataset, worlds, whole=rows is None), "confidence": CONFIDENCE}
@@ -270,8 +266,8 @@ def leakage_of(dataset: Dataset, options: AuditOptions, measurements: SnapshotMe
     )
 
 
-def shown_records(ledger: FisherAccountant, *others: Tensor | None) -> Tensor | None:
-    """Returns the records that the report is about, in order; None for all of them, unless they are very many.
+def shown_records(ledger: FisherAccountant, *others: Tensor | None) -> Tensor:
+    """Returns the records that the report is about where they are more than MANY, in order.
 
     They are drawn at random, and the most exposed ones of each world.
 
@@ -279,10 +275,9 @@ def shown_records(ledger: FisherAccountant, *others: Tensor | None) -> Tensor | 
         ledger: of the runs.
         *others: records that must be among them.
     """
-    records = ledger.account.records
-    if records <= MANY:
-        return None
-    drawn = np.random.default_rng(0).choice(records, SHOWN, replace=False, shuffle=False)  # it is no secret
+    drawn = np.random.default_rng(0).choice(
+        ledger.account.records, SHOWN, replace=False, shuffle=False
+    )  # it is no secret
     most = [torch.tensor([i for i, _ in ledger.divergences.most_exposed(MOST, w)]) for w in ledger.divergences.worlds]
     known = [one.long().cpu() for one in (*most, *others) if one is not None]
     found: Tensor = torch.cat([torch.from_numpy(drawn), *known]).unique()
@@ -348,7 +343,7 @@ def _measure_diagonals(
         ledger = measurements.look(sample, options.runs, probes=probes, each=table)
         if not table:
             average = ledger.state()["average_mean"].double()
-            mean = torch.where(*_ledger_traces(learner.accountant, sample), ledger.trace().cpu()).mean()
+            mean = scale_to_ledger(ledger.trace()[:, None], learner.accountant, sample).mean()
             return {**found, "average_diagonal": (_shares(average.cpu()) * mean)[0]}
         each, found["diagonal_of"], times = ledger.state()["diagonal_mean"], sample, SNAPSHOTS
     rows = torch.arange(learner.records) if found["diagonal_of"] is None else found["diagonal_of"]
@@ -375,16 +370,10 @@ def scale_to_ledger(diagonal: Tensor, ledger: FisherAccountant, records: Tensor)
     Returns:
         Shape (n, d), float64.
     """
-    own = diagonal.double().cpu()
-    known, trace = _ledger_traces(ledger, records)
-    return torch.where(known[:, None], _shares(own) * trace[:, None], own)
-
-
-def _ledger_traces(ledger: FisherAccountant, records: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns whether the ledger has measured each record, and the traces under the main rule; (n,) each."""
-    at = records.to(ledger.device)
+    own, at = diagonal.double().cpu(), records.to(ledger.device)
     trace = ledger.traces.trace_mean(0, at).cpu()
-    return (ledger.measured()[at].cpu() > 0) & trace.isfinite(), trace
+    known = (ledger.measured()[at].cpu() > 0) & trace.isfinite()
+    return torch.where(known[:, None], _shares(own) * trace[:, None], own)
 
 
 def _shares(diagonal: Tensor) -> Tensor:

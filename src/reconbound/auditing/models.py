@@ -391,16 +391,21 @@ def check_model(dataset: Dataset, spec: str) -> dict[str, str]:
 
 def _caveats(dataset: Dataset, spec: str, model: nn.Module, inputs: np.ndarray, targets: np.ndarray) -> dict[str, str]:
     """Returns the caveats of a model that these records show. Raises the errors of `check_model`."""
-    few = as_tensor(inputs), as_tensor(targets)
+    few, loss, reason = (as_tensor(inputs), as_tensor(targets)), make_loss(dataset), ""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             validate.check_model(model)
             _check_outputs(dataset, spec, model, few[0])
-            validate.check_clipping(model, make_loss(dataset), *few)
-            reason = _why_no_derivative(dataset, model, *few) if len(dataset.scale) else ""
+            validate.check_clipping(model, loss, *few)
         except validate.ModelError as error:
             raise validate.ModelError(f"the model of {spec}: {error}" if ":" in spec else str(error)) from error
+        if len(dataset.scale):  # otherwise there are no private numbers
+            private = None if dataset.private is None else as_tensor(dataset.private)
+            try:
+                validate.check_batch(model, loss, *few, private=private)
+            except validate.ModelError as error:
+                reason = str(error)  # the Fisher information of the private numbers is not defined
     messages = [w.message for w in caught if isinstance(w.message, validate.ReconboundWarning)]
     kinks = [message for message in messages if isinstance(message, validate.KinkWarning)]
     others = "; ".join(dict.fromkeys(str(message) for message in messages if message not in kinks))
@@ -417,16 +422,6 @@ def _caveats(dataset: Dataset, spec: str, model: nn.Module, inputs: np.ndarray, 
     if others:
         caveats["model"] = others
     return caveats
-
-
-def _why_no_derivative(dataset: Dataset, model: nn.Module, inputs: Tensor, targets: Tensor) -> str:
-    """Returns why the Fisher information of the private numbers is not defined for a model; "" where it is."""
-    private = None if dataset.private is None else as_tensor(dataset.private)
-    try:
-        validate.check_batch(model, make_loss(dataset), inputs, targets, private=private)
-    except validate.ModelError as error:
-        return str(error)
-    return ""
 
 
 def _check_outputs(dataset: Dataset, spec: str, model: nn.Module, inputs: Tensor) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from scipy.special import xlogy
 
-from reconbound.auditing.worlds import describe_left_out, world_names, worlds_of
+from reconbound.auditing.worlds import MOST_WORLDS, world_names, worlds_of
 from reconbound.data import Dataset
 from reconbound.data.dataset import describe_copies, find_copies
 from reconbound.data.tables import MISSING
@@ -39,18 +39,15 @@ def missing_of(dataset: Dataset) -> dict[int, np.ndarray]:
 def guess_of(dataset: Dataset) -> np.ndarray:
     """Returns the mean square error of guessing each private feature's average, (d,), over records that have one."""
     flat, private = flat_inputs(dataset), dataset.private
-    if private is None:
-        return _variance(flat)
-    missing = missing_of(dataset)
-    present = [flat[~missing[j], column] if j in missing else flat[:, column] for j, column in enumerate(private)]
-    return np.array([float(_variance(values)) if len(values) else 0.0 for values in present])
-
-
-def _variance(values: np.ndarray) -> np.ndarray:
-    """Returns the variance over the first axis in float64, without a copy of the values in float64."""
-    mean = values.mean(axis=0, dtype=np.float64)
-    parts = (values[at : at + _CHUNK] - mean for at in range(0, len(values), _CHUNK))
-    return np.asarray(sum(np.square(part).sum(0) for part in parts) / len(values))
+    missing = {} if private is None else missing_of(dataset)
+    columns = [flat] if private is None else [flat[:, column] for column in private]
+    found = []
+    for j, column in enumerate(columns):
+        values = column[~missing[j]] if j in missing else column
+        mean = values.mean(axis=0, dtype=np.float64) if len(values) else 0.0
+        parts = (values[at : at + _CHUNK] - mean for at in range(0, len(values), _CHUNK))  # no copy in float64
+        found.append(np.asarray(sum(np.square(part).sum(0) for part in parts) / max(1, len(values))))
+    return found[0] if private is None else np.array(found)
 
 
 def prior_variance(dataset: Dataset) -> list[float] | None:
@@ -110,7 +107,7 @@ def flat_inputs(dataset: Dataset) -> np.ndarray:
 
 
 def category_facts(dataset: Dataset) -> dict[str, Any]:
-    """Returns what is known of the private categories without the model, by their worlds; nothing where there are none.
+    """Returns what is known of a table's private categories without the model, by their worlds; nothing without any.
 
     "category_entropy": H of the shares of the categories, in nats; "category_columns": for each column the flat columns
     of its ones and zeros, and the names of its categories in that order.
@@ -118,8 +115,6 @@ def category_facts(dataset: Dataset) -> dict[str, Any]:
     Args:
         dataset: the data of the audit.
     """
-    if dataset.kind != "table":
-        return {}
     columns, entropy, where = dataset.private_columns, {}, {}
     for column, name in world_names(columns).items():
         places = columns[column]
@@ -151,15 +146,12 @@ def copies_of(dataset: Dataset) -> dict[str, Any]:
 
     This is done for whole records, and ("private") for records that agree in the private features and the target only.
     """
-
-    def count(inputs: np.ndarray) -> dict[str, Any]:
-        copies = find_copies(inputs, dataset.targets)
-        return {"records": copies.records, "largest": copies.largest.tolist()}
-
-    found = count(dataset.inputs)
     private = np.concatenate(list(dataset.private_columns.values()))
+    whole = find_copies(dataset.inputs, dataset.targets)
+    found: dict[str, Any] = {"records": whole.records, "largest": whole.largest.tolist()}
     if len(private) < len(dataset.features):
-        found["private"] = count(flat_inputs(dataset)[:, private])
+        agree = find_copies(flat_inputs(dataset)[:, private], dataset.targets)
+        found["private"] = {"records": agree.records, "largest": agree.largest.tolist()}
     return found
 
 
@@ -185,12 +177,16 @@ def dataset_facts(dataset: Dataset, worlds: Sequence[str], *, whole: bool = True
         "target_unit": "" if target is None else target.unit,
         "task": dataset.task,
         "inferred_ranges": dataset.inferred_ranges,
-        "notes": [*dataset.notes, *describe_left_out(dataset)],
+        "notes": list(dataset.notes),
         "copies": copies_of(dataset) if whole else {},
         "worlds": [{"name": name, **kinds.get(name, removed)} for name in worlds],
         "prior_variance": prior_variance(dataset),
-        **category_facts(dataset),
+        **(category_facts(dataset) if dataset.kind == "table" else {}),
     }
+    count = len(dataset.private_columns) if dataset.kind == "table" else 0
+    if count > MOST_WORLDS:
+        what = f"only the first {MOST_WORLDS} of {count} private columns have a world of their own"
+        facts["notes"].append(f"{what}: the others are replaced together with all private columns only")
     if not whole:
         said = describe_copies(find_copies(dataset.inputs, dataset.targets), len(dataset.inputs))
         facts["notes"] += said or ("no record has an exact copy among the others; floors are for one row",)

@@ -54,7 +54,12 @@ def write_inputs(folder: str | os.PathLike[str], dataset: Dataset, model: str) -
         dataset: the data of the audit.
         model: linear, mlp, cnn, or the factory that made it.
     """
-    target = dataset.target
+    target, inputs = dataset.target, {}
+    if dataset.kind == "image":
+        pixel = dataset.features[0]
+        inputs = {"unit": pixel.unit, "low": pixel.low, "high": pixel.high}
+    elif dataset.kind == "tokens":
+        inputs = {"vocabulary": dataset.vocabulary}
     content: dict[str, Any] = {
         "format": FORMAT,
         "confidential": "read_off_the_data lists facts about the data: pass this file on only where they are known",
@@ -64,33 +69,21 @@ def write_inputs(folder: str | os.PathLike[str], dataset: Dataset, model: str) -
         "outputs": outputs_of(dataset),
         "task": dataset.task,
         "classes": list(dataset.class_names),
-        "target": None if target is None else {"name": target.name, "unit": target.unit, **_range(target)},
-        "inputs": _inputs(dataset),
+        "target": None,
+        "inputs": inputs or [_input(feature) for feature in dataset.features],
         "read_off_the_data": _read_off(dataset),
         "model_sha256": file_digest(Path(folder) / MODEL),
     }
+    if target is not None:
+        content["target"] = {"name": target.name, "unit": target.unit, "low": target.low, "high": target.high}
     write_whole(Path(folder) / INPUTS, sealed_json(content), mode=CONFIDENTIAL)
-
-
-def _inputs(dataset: Dataset) -> Any:
-    """Describes what the model takes: of images their range, of tokens their number, of a table each flat input."""
-    if dataset.kind == "image":
-        first = dataset.features[0]
-        return {"unit": first.unit, **_range(first)}
-    if dataset.kind == "tokens":
-        return {"vocabulary": dataset.vocabulary}
-    return [_input(feature) for feature in dataset.features]
-
-
-def _range(feature: Feature) -> dict[str, float]:
-    return {"low": feature.low, "high": feature.high}
 
 
 def _input(feature: Feature) -> dict[str, Any]:
     """Describes one flat input of a table: a number by its range, or a one or zero."""
     column = feature.source
     if not feature.column and not feature.category:
-        return {"column": column, "kind": NUMBER, "unit": feature.unit, **_range(feature)}
+        return {"column": column, "kind": NUMBER, "unit": feature.unit, "low": feature.low, "high": feature.high}
     if feature.name == f"{column} (missing)":
         return {"column": column, "kind": MISSING}
     value = feature.name.removeprefix(f"{column} = ")

@@ -224,7 +224,7 @@ def train(dataset: Dataset, options: AuditOptions, folder: Path, *, show: bool =
     snapshots = leaks.Snapshots(dataset, inside, folder / files.MODEL)
     learner = make_learner(dataset, options, inside, callbacks=[snapshots], progress=show)
     learner.repeat(options.runs, options.steps)
-    snapshots.release(learner.model)  # somebody may have removed or changed it after the first run
+    snapshots.on_run_end(learner)  # somebody may have removed or changed the file after the first run
     return leaks.SnapshotMeasurements(learner, snapshots)
 
 

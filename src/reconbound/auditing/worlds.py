@@ -14,7 +14,7 @@ import numpy as np
 
 from reconbound._internal.checks import InputError
 from reconbound._internal.formatting import format_number
-from reconbound.data import Dataset, Feature
+from reconbound.data import Dataset
 from reconbound.data.tables import MISSING
 from reconbound.fisher.worlds import REMOVED, Replacement
 
@@ -73,27 +73,17 @@ def worlds_of(dataset: Dataset) -> dict[str, AuditWorld]:
         raise InputError("private", "must name a column: nothing is protected otherwise", dataset.name)
     names = world_names(parts)
     found = {}
+    values = np.array([0.0 if feature.category else _MIDDLE for feature in dataset.features])
     for column, own in list(parts.items())[:MOST_WORLDS]:
-        first = dataset.features[own[0]]
-        kind, reference = (CATEGORY, "an empty cell") if first.category else ("column", _middle(first))
-        found[names[column]] = AuditWorld(kind, _replacement(dataset, own), reference)
+        first, kind, reference = dataset.features[own[0]], CATEGORY, "an empty cell"
+        if not first.category:  # the middle of the range, in the data's own units
+            kind, reference = "column", f"{format_number(first.low / 2 + first.high / 2, 4)} {first.unit}".strip()
+        found[names[column]] = AuditWorld(kind, Replacement(values[own].tolist(), own.tolist()), reference)
     if len(parts) == 1:
         return found
     together = np.concatenate(list(parts.values()))
-    return {**found, PRIVATE: AuditWorld(PRIVATE, _replacement(dataset, together), "all of these")}
-
-
-def describe_left_out(dataset: Dataset) -> tuple[str, ...]:
-    """Returns a sentence on the private columns that have no world of their own; nothing where all have one.
-
-    Args:
-        dataset: the data of the audit.
-    """
-    count = len(dataset.private_columns) if dataset.kind == "table" else 0
-    if count <= MOST_WORLDS:
-        return ()
-    what = f"only the first {MOST_WORLDS} of {count} private columns have a world of their own"
-    return (f"{what}: the others are replaced together with all private columns only",)
+    replaced = Replacement(values[together].tolist(), together.tolist())
+    return {**found, PRIVATE: AuditWorld(PRIVATE, replaced, "all of these")}
 
 
 def world_names(columns: Iterable[str]) -> dict[str, str]:
@@ -110,20 +100,6 @@ def world_names(columns: Iterable[str]) -> dict[str, str]:
         names[column] = name
         taken.add(name)
     return names
-
-
-def _replacement(dataset: Dataset, places: np.ndarray) -> Replacement:
-    values = [0.0 if dataset.features[k].category else _MIDDLE for k in places]
-    return Replacement(values, places.tolist())
-
-
-def _middle(feature: Feature) -> str:
-    """Formats the middle of a number's range in the data's own units.
-
-    >>> _middle(Feature("age", "years", 17.0, 60.0)), _middle(Feature("income", "", 0.0, 1e5))
-    ('38.5 years', '50,000')
-    """
-    return f"{format_number(feature.low / 2 + feature.high / 2, 4)} {feature.unit}".strip()
 
 
 def made_up_records(dataset: Dataset, classes: int, count: int = 3) -> tuple[np.ndarray, np.ndarray]:

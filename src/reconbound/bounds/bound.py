@@ -96,14 +96,17 @@ class Bound:
     @property
     def vacuous(self) -> Any:
         """Returns True where it says nothing: a chance of 1, or an error below a millionth of a guess's square."""
-        if self.measure != "error":
-            return _plain(np.asarray(self.value) >= 1)
-        return _plain(np.asarray(self.value) <= VACUOUS_SHARE * (self.guess or 0.0))
+        values = np.asarray(self.value)
+        found = values <= VACUOUS_SHARE * (self.guess or 0.0) if self.measure == "error" else values >= 1
+        return found if values.ndim else bool(found)
 
     @property
     def above_guess(self) -> Any:
         """Returns True where such an attacker does worse than a plain guess (None when no guess is known)."""
-        return None if self.guess is None or self.measure != "error" else _plain(np.asarray(self.value) >= self.guess)
+        if self.guess is None or self.measure != "error":
+            return None
+        found = np.asarray(self.value) >= self.guess
+        return found if np.ndim(found) else bool(found)
 
     @property
     def condition(self) -> str:
@@ -179,10 +182,6 @@ class Bound:
         return f"{self.name}: {first}{floor}{without}{guess} [{self.theorem}; {self.adjacency}{sampler}{notes}]"
 
 
-def _plain(result: np.ndarray) -> Any:
-    return bool(result) if result.ndim == 0 else result
-
-
 def mean_coordinates(dim: int) -> Coordinates:
     """Returns which coordinates an average over `dim` of them bounds: "each" where there is only one."""
     return "each" if dim == 1 else "average"
@@ -223,29 +222,21 @@ def divergence(name: str, value: Any) -> float:
 class Box:
     """A data space that is a box with side lengths w_i.
 
-    `unequal` is None when all sides are equal, so that ten million equal sides cost nothing.
+    Attributes:
+        dim: d, the number of coordinates.
+        lengths: the side lengths; one number where all are equal, so that ten million equal sides cost nothing.
+        sides: the different lengths, rising.
+        counts: the number of coordinates that have each.
+        guess: the squared error per coordinate of guessing the middle, at worst: Σ wᵢ²/(4d).
+        each: which coordinates Σ wᵢ² x/d bounds, where wᵢ² x bounds coordinate i: "each" for equal sides.
     """
 
     dim: int
-    side: float
-    unequal: np.ndarray | None = None
-
-    @property
-    def guess(self) -> float:
-        """Returns the squared error per coordinate of guessing the middle, at worst: Σ wᵢ²/(4d)."""
-        return (self.side**2 if self.unequal is None else float(np.mean(self.unequal**2))) / 4
-
-    @property
-    def each(self) -> Coordinates:
-        """Returns which coordinates Σ wᵢ² x/d bounds, where wᵢ² x bounds coordinate i: "each" for equal sides."""
-        return "each" if self.unequal is None else "average"
-
-    def groups(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns distinct side lengths and the number of coordinates that have each."""
-        if self.unequal is None:
-            return np.array([self.side]), np.array([float(self.dim)])
-        sides, counts = np.unique(self.unequal, return_counts=True)
-        return sides, counts.astype(float)
+    lengths: np.ndarray
+    sides: np.ndarray
+    counts: np.ndarray
+    guess: float
+    each: Coordinates
 
 
 def box(widths: Any, dim: int | None = None) -> Box:
@@ -258,22 +249,14 @@ def box(widths: Any, dim: int | None = None) -> Box:
     array = numbers("widths", widths, above=0.0)
     if np.any(array > 1e100):
         raise InputError("widths", "must be at most 1e100", float(array.max()))
-    if array.size > 1 or array.ndim > 0:
-        flat = array.ravel()
-        if dim is not None and dim != flat.size:
-            raise InputError("dim", f"must equal the number of widths, {flat.size}", dim)
-        equal = bool(np.all(flat == flat[0]))
-        return Box(flat.size, float(flat[0]), None if equal else flat)
-    return Box(whole("dim", 1 if dim is None else dim), float(array))
-
-
-def _check_ends(low: float, high: float) -> None:
-    """Refuses ends of a box that are not in order, or too near or too far apart."""
-    lo, hi = number("low", low), number("high", high)
-    if lo >= hi:
-        raise InputError("low", f"must be less than high ({hi:g})", low)
-    if not 1e-100 <= hi - lo <= 1e100:
-        raise InputError("high", f"must be between 1e-100 and 1e100 above low ({lo:g})", high)
+    if array.ndim > 0 and dim not in (None, array.size):
+        raise InputError("dim", f"must equal the number of widths, {array.size}", dim)
+    d, lengths = array.size if array.ndim > 0 else whole("dim", 1 if dim is None else dim), array.ravel()
+    if np.all(lengths == lengths[0]):
+        side = float(lengths[0])
+        return Box(d, np.array(side), np.array([side]), np.array([float(d)]), guess=side**2 / 4, each="each")
+    sides, counts = np.unique(lengths, return_counts=True)
+    return Box(d, lengths, sides, counts.astype(float), guess=float(np.mean(lengths**2)) / 4, each="average")
 
 
 @dataclass(frozen=True)
@@ -297,27 +280,17 @@ class DataSpace:
     whole_ball: float | None = None
 
     @property
-    def side(self) -> float:
-        """Returns the box's side length."""
-        return self.high - self.low
-
-    @property
-    def _other(self) -> bool:
-        """Returns whether records may lie outside of the box."""
-        return self.whole_ball is not None or self.cut is not None
-
-    @property
     def place(self) -> str:
         """Returns the data space in two words, for a sentence about a record of it."""
-        if not self._other:
-            return "the box"
-        return "the ball" if self.whole_ball is not None else "the range within the ball"
+        if self.whole_ball is not None:
+            return "the ball"
+        return "the box" if self.cut is None else "the range within the ball"
 
     @property
     def widest(self) -> float:
         """Returns the largest root-mean-square difference over the coordinates of two records."""
         if self.cut is None:
-            return self.side
+            return self.high - self.low
         return min(self.cut[1] - self.cut[0], 2 * (self.ball or 0.0) / math.sqrt(self.dim))
 
     def describe(self, units: str = "") -> str:
@@ -332,7 +305,7 @@ class DataSpace:
 
     def notes(self) -> tuple[str, ...]:
         """States what the floors use of a ball."""
-        if not self._other:
+        if self.cut is None and self.whole_ball is None:  # all records lie in the box
             return ()
         uniform = "" if self.whole_ball is None else ", rate_distortion's of the ball itself where that is higher"
         inside = f"[{end(self.low)}, {end(self.high)}]"
@@ -348,7 +321,7 @@ class DataSpace:
         The guess is that of the middle of the range or of 0, whichever errs less. In a ball, `theorem1` holds at every
         record on average over the coordinates only (docs/theory/any_attacker.md 6.6).
         """
-        if not self._other:
+        if self.cut is None and self.whole_ball is None:  # all records lie in the box
             return bound
         worst = f"{WORST_CASE} over {self.place}: through the box inside it"
         changes = {"every record of the box": f"every record of {self.place}"}
@@ -381,18 +354,21 @@ def data_space(dim: int, low: float | None = None, high: float | None = None, ra
     (0.5, 0.5, 1.0)
     """
     d = whole("dim", dim)
-    if radius is None or (isinstance(radius, float) and radius == math.inf):
-        low, high = 0.0 if low is None else low, 1.0 if high is None else high
-        _check_ends(low, high)
-        return DataSpace(d, float(low), float(high))
-    ball = number("radius", radius, above=0.0, at_least=1e-100, at_most=1e100)
+    no_ball = radius is None or (isinstance(radius, float) and radius == math.inf)
+    ball = math.inf if no_ball else number("radius", radius, above=0.0, at_least=1e-100, at_most=1e100)
     half = ball / math.sqrt(d)
     while d * half * half > ball * ball:  # rounding: the box must not stick out
         half = math.nextafter(half, 0.0)
-    if low is None and high is None:
+    if not no_ball and low is None and high is None:
         return DataSpace(d, -half, half, ball, whole_ball=ball)
-    given = (0.0 if low is None else number("low", low), 1.0 if high is None else number("high", high))
-    _check_ends(*given)
+    low, high = 0.0 if low is None else low, 1.0 if high is None else high
+    given = number("low", low), number("high", high)
+    if given[0] >= given[1]:
+        raise InputError("low", f"must be less than high ({given[1]:g})", low)
+    if not 1e-100 <= given[1] - given[0] <= 1e100:
+        raise InputError("high", f"must be between 1e-100 and 1e100 above low ({given[0]:g})", high)
+    if no_ball:
+        return DataSpace(d, *given)
     inside = (max(given[0], -half), min(given[1], half))
     if inside == given:
         return DataSpace(d, *given, ball)

@@ -8,7 +8,7 @@ only Rényi divergences, in both directions (docs/theory/risks.md 8.1).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -47,30 +47,23 @@ def success_from_kl(baseline: Any, nats: Any) -> Any:
     (0.145, 0.0, 1.0)
     """
     k, d = np.broadcast_arrays(chances("baseline", baseline), _nats(nats))
-    x, least = _excess(k, d)
-    p = np.nextafter(k + x * (1 - k) * _UP, 2.0)
-    p = np.where((k == 0) & (d < math.inf), 0.0, np.where(least | (d == math.inf), 1.0, np.minimum(p, 1.0)))
+    safe = np.clip(k, 1e-320, 1 - 1e-16)
+    certain = -np.log(safe) <= d  # kl(1‖κ) = ln 1/κ
+    low, high = np.full(k.shape, -800.0), np.zeros(k.shape)  # ln x, where p_max = κ + x(1 − κ): by bisection
+    for _ in range(64):
+        middle = (low + high) / 2
+        below = _binary(safe, np.exp(middle)) <= d
+        low, high = np.where(below, middle, low), np.where(below, high, middle)
+    p = np.nextafter(k + np.exp(high) * (1 - k) * _UP, 2.0)
+    p = np.where((k == 0) & (d < math.inf), 0.0, np.where(certain | (d == math.inf), 1.0, np.minimum(p, 1.0)))
     return unwrap(np.where((d == 0) | (k == 1), k, p))
 
 
-def _excess(k: np.ndarray, d: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns x with p_max = κ + x(1 − κ), by bisection in ln x, and where p_max is 1.
-
-    With t = x(1−κ)/κ the divergence is κ h(1 + t) + (1−κ) h(1 − x), h(u) = u ln u − u + 1: no cancellation at small x.
-    """
-    safe = np.clip(k, 1e-320, 1 - 1e-16)
-    certain = -np.log(safe) <= d  # kl(1‖κ) = ln 1/κ
-    low, high = np.full(k.shape, -800.0), np.zeros(k.shape)
-    for _ in range(64):
-        middle = (low + high) / 2
-        x = np.exp(middle)
-        below = _binary(safe, x) <= d
-        low, high = np.where(below, middle, low), np.where(below, high, middle)
-    return np.exp(high), certain
-
-
 def _binary(k: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Returns kl(κ + x(1−κ) ‖ κ) for 0 ≤ x ≤ 1."""
+    """Returns kl(κ + x(1−κ) ‖ κ) for 0 ≤ x ≤ 1.
+
+    With t = x(1−κ)/κ it is κ h(1 + t) + (1−κ) h(1 − x), h(u) = u ln u − u + 1: no cancellation at small x.
+    """
     with np.errstate(over="ignore"):
         t = x * (1 - k) / k
     p = k + x * (1 - k)
@@ -280,17 +273,14 @@ class ChiSquareTradeOff(TradeOff):
     """
 
     order2: float
+    square: float = field(init=False, repr=False, compare=False)  # χ², at most the largest float
 
     def __post_init__(self) -> None:
-        divergence("order2", self.order2)
-
-    @property
-    def _square(self) -> float:
-        """Returns χ², at most the largest float."""
-        return from_log(log_expm1(self.order2)) if self.order2 > 0 else 0.0
+        order2 = divergence("order2", self.order2)
+        object.__setattr__(self, "square", from_log(log_expm1(order2)) if order2 > 0 else 0.0)
 
     def tpr(self, fpr: Any) -> Any:
-        a, square = chances("fpr", fpr), self._square
+        a, square = chances("fpr", fpr), self.square
         if self.order2 == math.inf:
             return unwrap(np.ones_like(a))
         # the larger root of p²(1 + χ²) − p(2α + χ²) + α² is the other direction's
@@ -300,7 +290,7 @@ class ChiSquareTradeOff(TradeOff):
         return unwrap(np.maximum(np.minimum(np.minimum(rero_from_order2(a, self.order2), other), 1.0), a))
 
     def delta(self, epsilon: Any) -> Any:
-        eps, square = numbers("epsilon", epsilon), self._square
+        eps, square = numbers("epsilon", epsilon), self.square
         if self.order2 == math.inf:
             return unwrap(np.ones_like(eps))
         size = np.abs(eps)

@@ -41,14 +41,14 @@ class Parts:
         Args:
             floor: a floor for any attacker from nats, such as `rate_distortion`.
         """
-
-        def value(i: int) -> float:
-            return float(self.shares[i]) * float(floor(float(self.nats[i])).value)
-
         last = len(self.shares) - 1
-        near = max((*range(0, last, _COARSE), last), key=value)
-        i = max(range(max(near - _COARSE + 1, 0), min(near + _COARSE, last + 1)), key=value)
-        share, found = float(self.shares[i]), floor(float(self.nats[i]))
+        coarse = np.append(np.arange(0, last, _COARSE), last)
+        values = self.shares[coarse] * np.array([float(floor(float(nats)).value) for nats in self.nats[coarse]])
+        near = int(coarse[np.argmax(values)])
+        fine = np.arange(max(near - _COARSE + 1, 0), min(near + _COARSE, last + 1))
+        floors = [floor(float(nats)) for nats in self.nats[fine]]
+        best = int(np.argmax(self.shares[fine] * np.array([float(one.value) for one in floors])))
+        share, found = float(self.shares[fine[best]]), floors[best]
         cut = "" if share == 1 else " of a part of the release"
         return Bound(
             found.name,

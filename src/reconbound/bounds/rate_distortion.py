@@ -11,16 +11,9 @@ from scipy.optimize import brentq
 
 from reconbound._internal.checks import number, whole
 from reconbound.bounds.any_attacker import group_variances
-from reconbound.bounds.bound import WORST_CASE, Bound, Box, box, divergence, from_log, mean_coordinates
+from reconbound.bounds.bound import WORST_CASE, Bound, box, divergence, from_log, mean_coordinates
 
 REFERENCE = "KL divergence to one release that does not depend on the record"
-
-
-def _floor(name: str, value: float, theorem: str, prior: str, guess: float, dim: int) -> Bound:
-    """Returns a rate–distortion floor on average over a prior."""
-    return Bound(
-        name, value, theorem, "any", REFERENCE, assumes=(prior,), guess=guess, coordinates=mean_coordinates(dim)
-    )
 
 
 def corners_floor(kl: float, *, widths: Any = 1.0, dim: int | None = None) -> Bound:
@@ -43,9 +36,19 @@ def corners_floor(kl: float, *, widths: Any = 1.0, dim: int | None = None) -> Bo
     (0.25, 0.0)
     """
     nats, space = divergence("kl", kl), box(widths, dim)
-    prior = f"{WORST_CASE} over the box: on average over its corners"
-    value = _corners_value(nats, space)
-    return _floor("rate_distortion", value, "rate–distortion (corners)", prior, space.guess, space.dim)
+    scale, share, budget = float(space.sides.max()), space.counts / space.dim, nats / space.dim
+    if nats == 0:
+        value = space.guess
+    elif budget >= math.log(2):
+        value = 0.0
+    else:
+        sides = space.sides / scale
+        s = np.array([_inverse_entropy_gap(budget)]) if len(sides) == 1 else _log_odds(sides, share, budget)
+        variance = np.exp(-s - 2 * np.logaddexp(0.0, -s))  # η(1 − η) at η = 1/(1+e^s), without underflow
+        value = float(np.sum(share * sides**2 * variance)) * scale * scale
+    assumes, theorem = (f"{WORST_CASE} over the box: on average over its corners",), "rate–distortion (corners)"
+    return Bound("rate_distortion", value, theorem, "any", REFERENCE, assumes=assumes, guess=space.guess,
+                 coordinates=mean_coordinates(space.dim))  # fmt: skip
 
 
 def _spread(s: np.ndarray) -> np.ndarray:
@@ -60,18 +63,16 @@ def _entropy_gap(s: np.ndarray) -> np.ndarray:
     return np.asarray(np.where(s > 1e-2, exact, s**2 / 8 - s**4 / 64))
 
 
-def _corners_value(nats: float, space: Box) -> float:
-    sides, counts = space.groups()
-    scale = float(sides.max())
-    sides = sides / scale
-    budget = nats / space.dim
-    share = counts / space.dim
-    if nats == 0:
-        return space.guess
-    if budget >= math.log(2):
-        return 0.0
+def _log_odds(sides: np.ndarray, share: np.ndarray, budget: float) -> np.ndarray:
+    """Returns the log-odds sᵢ on which the nats are spent best; infinite where they do for all sides.
 
-    def log_odds(nu: float) -> np.ndarray:
+    Args:
+        sides: different side lengths, the longest of them 1.
+        share: the share of the coordinates that have each.
+        budget: nats for each coordinate, below ln 2.
+    """
+
+    def at(nu: float) -> np.ndarray:
         """Returns sᵢ with wᵢ² tanh(sᵢ/2)/sᵢ = ν, by bisection; 0 where even the first nat is not worth ν."""
         low, high = np.zeros_like(sides), np.maximum(sides**2 / nu, 1.0)
         for _ in range(70):
@@ -80,23 +81,17 @@ def _corners_value(nats: float, space: Box) -> float:
             low, high = np.where(more, middle, low), np.where(more, high, middle)
         return np.where(sides**2 / 2 > nu, high, 0.0)
 
-    if len(sides) == 1:
-        s = np.array([_inverse_entropy_gap(budget)])
-    else:
+    def overspent(log_nu: float) -> float:
+        return float(np.sum(share * _entropy_gap(at(math.exp(log_nu))))) - budget
 
-        def overspent(log_nu: float) -> float:
-            return float(np.sum(share * _entropy_gap(log_odds(math.exp(log_nu))))) - budget
-
-        top = math.log(0.5)  # no nat is worth more, at the longest side of 1
-        step = 1.0
-        while overspent(top - step) < 0:
-            step *= 2
-            if step > 600:
-                return 0.0
-        root = float(brentq(overspent, top - step, top + 1e-9, xtol=1e-14))
-        s = log_odds(math.exp(root - 1e-13 * max(1.0, -root)))  # never under-spend
-    variance = np.exp(-s - 2 * np.logaddexp(0.0, -s))  # η(1 − η) at η = 1/(1+e^s), without underflow
-    return float(np.sum(share * sides**2 * variance)) * scale * scale
+    top = math.log(0.5)  # no nat is worth more, at the longest side of 1
+    step = 1.0
+    while overspent(top - step) < 0:
+        step *= 2
+        if step > 600:
+            return np.full_like(sides, math.inf)
+    root = float(brentq(overspent, top - step, top + 1e-9, xtol=1e-14))
+    return at(math.exp(root - 1e-13 * max(1.0, -root)))  # never under-spend
 
 
 def _inverse_entropy_gap(budget: float) -> float:
@@ -130,10 +125,10 @@ def uniform_floor(kl: float, *, widths: Any = 1.0, dim: int | None = None) -> Bo
     0.05855
     """
     nats, space = divergence("kl", kl), box(widths, dim)
-    sides, counts = space.groups()
-    value = _reverse_water_filling(sides**2 / (2 * math.pi * math.e), counts, nats)
-    prior, theorem = "on average over a uniform record in the box", "rate–distortion (uniform)"
-    return _floor("rate_distortion_uniform", value, theorem, prior, 4 * space.guess / 12, space.dim)
+    value = _reverse_water_filling(space.sides**2 / (2 * math.pi * math.e), space.counts, nats)
+    assumes, theorem = ("on average over a uniform record in the box",), "rate–distortion (uniform)"
+    return Bound("rate_distortion_uniform", value, theorem, "any", REFERENCE, assumes=assumes,
+                 guess=4 * space.guess / 12, coordinates=mean_coordinates(space.dim))  # fmt: skip
 
 
 def ball_floor(kl: float, radius: float, dim: int = 1) -> Bound:
@@ -155,8 +150,9 @@ def ball_floor(kl: float, radius: float, dim: int = 1) -> Bound:
     log_volume = d / 2 * math.log(math.pi) + d * math.log(size) - math.lgamma(d / 2 + 1)
     log_value = 2 * (log_volume - nats) / d - math.log(2 * math.pi * math.e)
     value = from_log(log_value - 1e-13 * max(1.0, abs(log_value))) if nats < math.inf else 0.0
-    prior, theorem = "on average over a uniform record in the ball", "rate–distortion (uniform in a ball)"
-    return _floor("rate_distortion_ball", value, theorem, prior, size * size / d, d)
+    assumes, theorem = ("on average over a uniform record in the ball",), "rate–distortion (uniform in a ball)"
+    return Bound("rate_distortion_ball", value, theorem, "any", REFERENCE, assumes=assumes, guess=size * size / d,
+                 coordinates=mean_coordinates(d))  # fmt: skip
 
 
 def rate_distortion(kl: float, *, widths: Any = 1.0, dim: int | None = None) -> Bound:
@@ -197,7 +193,8 @@ def gaussian_floor(kl: float, variances: Any, *, dim: int | None = None) -> Boun
     s, counts, d = group_variances(variances, dim)
     value, guess = _reverse_water_filling(s, counts, nats), float(np.sum(counts * s)) / d
     prior, theorem = "on average over a Gaussian prior with the given variances", "rate–distortion (Gaussian prior)"
-    return _floor("rate_distortion_gaussian", value, theorem, prior, guess, int(d))
+    return Bound("rate_distortion_gaussian", value, theorem, "any", REFERENCE, assumes=(prior,), guess=guess,
+                 coordinates=mean_coordinates(int(d)))  # fmt: skip
 
 
 def _reverse_water_filling(s: np.ndarray, counts: np.ndarray, nats: float) -> float:

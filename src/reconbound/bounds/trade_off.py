@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, ClassVar
 
 import numpy as np
 from scipy.special import log_ndtr, ndtr, ndtri
@@ -143,14 +142,9 @@ class TradeOff(ABC):
             if k & 1:
                 found = power if found is None else _chain(found, power)
             k >>= 1
-            power = power._doubled if k else power
+            power = _chain(power, power) if k else power
         assert found is not None
         return found
-
-    @cached_property
-    def _doubled(self) -> TradeOff:
-        """Returns the curve of two steps, once for groups of several sizes."""
-        return _chain(self, self)
 
 
 @dataclass(frozen=True)
@@ -231,10 +225,12 @@ class ProfileTradeOff(TradeOff):
     Attributes:
         epsilons: ε of the points, rising.
         deltas: δ of the points, each an upper bound.
+        log_corners: ln α of the corners of the curve, rising: between two of them one line is lowest.
     """
 
     epsilons: np.ndarray
     deltas: np.ndarray
+    log_corners: np.ndarray = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         eps, deltas = numbers("epsilons", self.epsilons).ravel(), numbers("deltas", self.deltas, at_least=0.0).ravel()
@@ -242,9 +238,14 @@ class ProfileTradeOff(TradeOff):
             raise InputError("deltas", f"must have as many entries as epsilons ({eps.size}), at least one", deltas.size)
         if np.any(np.diff(eps) <= 0):
             raise InputError("epsilons", "must rise", float(eps[int(np.argmin(np.diff(eps)))]))
-        # δ falls with ε, so what is known at a smaller ε holds too
-        object.__setattr__(self, "epsilons", eps)
-        object.__setattr__(self, "deltas", np.minimum(np.minimum.accumulate(deltas), 1.0))
+        deltas = np.minimum(
+            np.minimum.accumulate(deltas), 1.0
+        )  # δ falls with ε: what is known at a smaller ε holds too
+        drops = np.log(np.maximum(-np.diff(deltas), 1e-320))
+        log_steps = np.log(np.expm1(np.minimum(np.diff(eps), 700.0)))
+        corners = np.maximum.accumulate((drops - eps[:-1] - log_steps)[::-1])
+        for name, values in (("epsilons", eps), ("deltas", deltas), ("log_corners", corners)):
+            object.__setattr__(self, name, values)
 
     def mirrored(self) -> ProfileTradeOff:
         """Returns what the curve says of the other direction, where the other release is the null hypothesis.
@@ -257,20 +258,12 @@ class ProfileTradeOff(TradeOff):
         deltas = -np.expm1(-epsilons) + np.exp(-epsilons) * self.delta(epsilons)
         return ProfileTradeOff(-epsilons[::-1], np.clip(deltas[::-1], 0.0, 1.0))
 
-    @cached_property
-    def _log_corners(self) -> np.ndarray:
-        """Returns ln α of the corners of the curve, falling: between two of them one line is lowest."""
-        with np.errstate(divide="ignore"):
-            drops = np.log(np.maximum(-np.diff(self.deltas), 1e-320))
-        log_steps = np.log(np.expm1(np.minimum(np.diff(self.epsilons), 700.0)))
-        return np.maximum.accumulate((drops - self.epsilons[:-1] - log_steps)[::-1])
-
     def tpr(self, fpr: Any) -> Any:
         a = chances("fpr", fpr)
         with np.errstate(divide="ignore"):
             log_a = np.log(a)
         # every line is a bound: rounding in the search costs tightness, never soundness
-        near = len(self._log_corners) - np.searchsorted(self._log_corners, log_a, side="right")
+        near = len(self.log_corners) - np.searchsorted(self.log_corners, log_a, side="right")
         lines = np.clip(np.asarray(near)[..., None] + np.arange(-2, 3), 0, len(self.epsilons) - 1)
         values = np.exp(np.minimum(log_a[..., None] + self.epsilons[lines], 1.0)) + self.deltas[lines]
         return unwrap(np.maximum(np.minimum(values.min(axis=-1), 1.0), a))
@@ -292,29 +285,29 @@ class ProfileTradeOff(TradeOff):
 
 
 @dataclass(frozen=True)
-class Least(TradeOff):
+class _OneOfSeveral(TradeOff):
+    """At each point the value of one of several curves: `_chosen` says of which."""
+
+    curves: tuple[TradeOff, ...]
+    _chosen: ClassVar[np.ufunc]
+
+    def tpr(self, fpr: Any) -> Any:
+        return unwrap(self._chosen.reduce([curve.tpr(fpr) for curve in self.curves], axis=0))
+
+    def delta(self, epsilon: Any) -> Any:
+        return unwrap(self._chosen.reduce([curve.delta(epsilon) for curve in self.curves], axis=0))
+
+
+class Least(_OneOfSeveral):
     """The smallest of several upper bounds on one curve."""
 
-    curves: Sequence[TradeOff]
-
-    def tpr(self, fpr: Any) -> Any:
-        return unwrap(np.min([curve.tpr(fpr) for curve in self.curves], axis=0))
-
-    def delta(self, epsilon: Any) -> Any:
-        return unwrap(np.min([curve.delta(epsilon) for curve in self.curves], axis=0))
+    _chosen = np.minimum
 
 
-@dataclass(frozen=True)
-class Worst(TradeOff):
+class Worst(_OneOfSeveral):
     """The largest of several curves: of both directions, or of several neighbours."""
 
-    curves: Sequence[TradeOff]
-
-    def tpr(self, fpr: Any) -> Any:
-        return unwrap(np.max([curve.tpr(fpr) for curve in self.curves], axis=0))
-
-    def delta(self, epsilon: Any) -> Any:
-        return unwrap(np.max([curve.delta(epsilon) for curve in self.curves], axis=0))
+    _chosen = np.maximum
 
 
 def _smallest_mu(curve: TradeOff, rate: float) -> float:
@@ -341,6 +334,7 @@ def _smallest_mu(curve: TradeOff, rate: float) -> float:
         left, right = cuts[:-1].ravel(), cuts[1:].ravel()
 
 
+@lru_cache(maxsize=16)  # groups of several sizes have steps in common
 def _chain(first: TradeOff, second: TradeOff) -> TradeOff:
     """Returns the curve of two steps, one of each curve.
 

@@ -62,9 +62,8 @@ def theorem1(
     bias = number("squared_bias", squared_bias, at_least=0.0)
     if gamma.ndim > 0 and gamma.size != space.dim:
         raise InputError("sensitivities", f"must be one number or one per coordinate ({space.dim})", gamma.size)
-    sides = space.side if space.unequal is None else space.unequal
     with np.errstate(over="ignore"):
-        square = min(float(np.mean((gamma.ravel() * sides) ** 2)), LARGEST)  # Σ γᵢ² wᵢ²/d
+        square = min(float(np.mean((gamma.ravel() * space.lengths) ** 2)), LARGEST)  # Σ γᵢ² wᵢ²/d
     biased = bias > 0 or bool(np.any(gamma != 1))
     larger = max(_over_chi2(square / 4, eps), _over_chi2(square, divergence("both_ends", both_ends)))
     value = min(larger + bias, LARGEST)
@@ -128,7 +127,7 @@ def corners(epsilon: float, *, widths: Any = 1.0, dim: int | None = None, both_e
     784.0
     """
     eps, space = divergence("epsilon", epsilon), box(widths, dim)
-    total = space.dim * space.side if space.unequal is None else float(np.sum(space.unequal))
+    total = float(np.sum(space.lengths)) * (space.dim if space.lengths.ndim == 0 else 1)
     log_square = 2 * math.log(total) - math.log(space.dim)
     once, twice = log_square - math.log(4) - log_expm1(eps), log_square - log_expm1(divergence("both_ends", both_ends))
     value = from_log(max(once, twice))

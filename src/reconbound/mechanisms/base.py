@@ -50,24 +50,18 @@ class Protection:
     delta: float = 1e-5
 
     @property
-    def success_if_drawn(self) -> float | None:
-        """Returns the chance for records that are in some batch, where all others are rebuilt as by a guess.
-
-        (success − BLIND · never_drawn)/(1 − never_drawn)
-        """
-        if self.success is None or self.never_drawn >= 1:
-            return self.success
-        return min(1.0, (self.success - BLIND * self.never_drawn) / (1 - self.never_drawn))
-
-    @property
     def meaningful(self) -> bool:
-        """Returns whether the guarantee is meaningful: a drawn record is rebuilt with a chance below SURE.
+        """Returns whether the guarantee is meaningful: a record that is in some batch is rebuilt with less than SURE.
+
+            chance of such a record, where all others are rebuilt as by a guess = (success − BLIND · never)/(1 − never)
 
         Without the condition a run of one epoch and no noise at all would pass, for a third of the records are never
         drawn. Where no chance is known nothing is decided, and the answer is True.
         """
-        found = self.success_if_drawn
-        return found is None or found < SURE
+        if self.success is None:
+            return True
+        never = self.never_drawn if self.never_drawn < 1 else 0.0
+        return (self.success - BLIND * never) / (1 - never) < SURE
 
     def sentence(self, noun: str = "record") -> str:
         """Returns the largest chance to rebuild a record, in one sentence that is true by itself; "" if not known.
@@ -126,11 +120,8 @@ class Mechanism(ABC):
     """The guarantees of one release. Only `order2` must be given: every other answer has a sound default from it."""
 
     sampler: str = "any"
-
-    @property
-    def radius(self) -> float | None:
-        """Returns the radius of the ball around 0 to which the mechanism clips records; None where it does not clip."""
-        return None
+    #: The radius of the ball around 0 to which the mechanism clips records; None where it does not clip.
+    radius: float | None = None
 
     @property
     def randomness(self) -> str:
@@ -163,13 +154,13 @@ class Mechanism(ABC):
         """Returns the KL divergence to a release that does not depend on the record, in nats (at most `order2`)."""
         return self.order2()
 
-    def quick_parts(self) -> tuple[Parts, ...]:
-        """Returns parts of the release that carry few nats, in closed form: each gives a rate–distortion floor."""
-        return (whole_release(self.kl(), self.kl_neighbours),)
+    def parts(self, *, quick: bool = False) -> tuple[Parts, ...]:
+        """Returns parts of the release that carry few nats: each gives a rate–distortion floor.
 
-    def parts(self) -> tuple[Parts, ...]:
-        """Returns all that is known of such parts, also from loss distributions, which take longer."""
-        return self.quick_parts()
+        Args:
+            quick: only those in closed form: loss distributions take longer.
+        """
+        return (whole_release(self.kl(), self.kl_neighbours),)
 
     def overlap(self) -> float:
         """Returns a lower bound on 1 − LC under replace-one."""
@@ -209,7 +200,7 @@ class Mechanism(ABC):
             return None
         if self.never_drawn > 0:  # without the record in any batch both releases are the same
             curves.append(DPTradeOff(0.0, min(1.0 - self.never_drawn + 1e-15, 1.0)))
-        return Least(curves)
+        return Least(tuple(curves))
 
     def membership_advantage(self) -> float:
         """Returns the largest advantage of a test between replace-one neighbours."""
@@ -269,8 +260,8 @@ class Mechanism(ABC):
         words = [f"{name.replace('_', ' ')} {value:{forms.get(type(value), '')}}" for name, value in facts.items()]
         return f"{type(self).__name__}: {', '.join(words)}"
 
-    def _set(self, **values: float) -> None:
-        """Keeps checked numbers as plain floats and ints, whatever NumPy type they came in."""
+    def _set(self, **values: float | str) -> None:
+        """Keeps checked numbers as plain floats and ints, whatever NumPy type they came in, and words."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 

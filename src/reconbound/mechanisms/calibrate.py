@@ -15,7 +15,7 @@ from reconbound._internal.formatting import format_noise, format_number, round_t
 from reconbound.bounds import Bound
 from reconbound.bounds.bound import NOT_PROVED, data_space
 from reconbound.mechanisms import ADJACENCIES, REPLACE_ONE, OutputPerturbation, SampledGaussian
-from reconbound.mechanisms.guarantee import floor, floor_on
+from reconbound.mechanisms.guarantee import floor_on
 
 Noisy = TypeVar("Noisy", bound=SampledGaussian | OutputPerturbation)
 #: The noise is searched between these.
@@ -99,47 +99,43 @@ def calibrate(
     """
     target = number("target_mse", target_mse, above=0.0)
 
-    def at(noise: float) -> Bound:
-        tried = with_noise(mechanism, noise)
-        found = floor(bound, tried, dim=dim, low=low, high=high, radius=radius, units=units)
+    with_noise(mechanism, LARGEST_NOISE)  # refuses a mechanism without noise
+    space = data_space(dim, low, high, mechanism.radius if radius is None else radius)
+
+    def at(noise: float, quick: bool = True) -> Bound:
+        """Returns the floor, by default without loss distributions: then it rises with the noise."""
+        found = floor_on(bound, with_noise(mechanism, noise), space, quick=quick, units=units)
         assert found is not None  # both mechanisms have every floor
         return found
 
-    at(LARGEST_NOISE)  # checks the settings
-    space = data_space(dim, low, high, mechanism.radius if radius is None else radius)
-
-    def value(noise: float, quick: bool = True) -> float:
-        """Returns the floor, by default without loss distributions: then it rises with the noise."""
-        return float(floor_on(bound, with_noise(mechanism, noise), space, quick=quick).value)  # type: ignore[union-attr]
-
-    highest = value(LARGEST_NOISE)
+    highest = float(at(LARGEST_NOISE).value)
     if target >= highest:
         raise OutOfReach("target_mse", bound, highest, target_mse)
-    if value(SMALLEST_NOISE) >= target:
+    if at(SMALLEST_NOISE).value >= target:
         undrawn = bound in ("lecam_unbiased", "lecam", "rate_distortion") and isinstance(mechanism, SampledGaussian)
         never = mechanism.never_drawn if undrawn else None
         least = with_noise(mechanism, SMALLEST_NOISE)
-        return Calibration(least, SMALLEST_NOISE, target, at(SMALLEST_NOISE), never)
+        return Calibration(least, SMALLEST_NOISE, target, at(SMALLEST_NOISE, quick=False), never)
     small, large = math.log(SMALLEST_NOISE), math.log(LARGEST_NOISE)
     while large - small > 1e-7:
         middle = (small + large) / 2
-        small, large = (small, middle) if value(math.exp(middle)) >= target else (middle, large)
+        small, large = (small, middle) if at(math.exp(middle)).value >= target else (middle, large)
     noise, step = round_to(math.exp(large), 7, "up"), 1e-6
-    while value(noise) < target:  # where the floor is flat, its last digit goes up and down
+    while at(noise).value < target:  # where the floor is flat, its last digit goes up and down
         noise, step = min(round_to(noise * (1 + step), 7, "up"), LARGEST_NOISE), 2 * step
     if bound == "rate_distortion" and isinstance(mechanism, SampledGaussian):
-        noise = _less_noise(partial(value, quick=False), noise, target)
-    return Calibration(with_noise(mechanism, noise), noise, target, at(noise))
+        noise = _less_noise(partial(at, quick=False), noise, target)
+    return Calibration(with_noise(mechanism, noise), noise, target, at(noise, quick=False))
 
 
-def _less_noise(value: Callable[[float], float], noise: float, target: float) -> float:
+def _less_noise(at: Callable[[float], Bound], noise: float, target: float) -> float:
     """Returns the least noise near which loss distributions still meet the target, by a dozen of them or so."""
 
     @lru_cache
     def excess(gain: float) -> float:
         """Returns ln floor − ln target, which falls with the logarithm of the noise that is saved."""
         tried = round_to(noise * math.exp(-gain), 7, "up")
-        return math.log(max(value(tried), 1e-300) / target) if tried > SMALLEST_NOISE else -1.0
+        return math.log(max(at(tried).value, 1e-300) / target) if tried > SMALLEST_NOISE else -1.0
 
     gain = 0.01
     while excess(gain) >= 0:

@@ -17,7 +17,7 @@ import numpy as np
 
 from reconbound._internal.checks import InputError, choice, numbers, whole
 from reconbound.bounds.bound import log1m
-from reconbound.bounds.parts import Parts
+from reconbound.bounds.parts import Parts, parts_from_losses
 from reconbound.bounds.trade_off import Least, TradeOff
 from reconbound.mechanisms import privacy_loss
 from reconbound.mechanisms.base import ADD_OR_ZERO, ADD_REMOVE, ADJACENCIES, REPLACE_ONE, Mechanism
@@ -51,11 +51,12 @@ class Composed(Mechanism):
             self._plds[adjacency] = composed_pld(self._counted, adjacency == REPLACE_ONE)
         return self._plds[adjacency]
 
-    def parts(self) -> tuple[Parts, ...]:
+    def parts(self, *, quick: bool = False) -> tuple[Parts, ...]:
         for adjacency, neighbours in ((ADD_REMOVE, self.kl_neighbours), (REPLACE_ONE, REPLACE_ONE)):
-            pld = self._pld(adjacency)
+            pld = None if quick else self._pld(adjacency)
             if pld is not None:
-                return (*super().parts(), privacy_loss.parts(pld, neighbours))
+                (with_record, *_), missing = privacy_loss.directions(pld)
+                return (*super().parts(), parts_from_losses(*with_record, neighbours, rounding=missing))
         return super().parts()
 
     @cached_property
@@ -75,7 +76,7 @@ class Composed(Mechanism):
         found = super().trade_off(adjacency)
         if adjacency != REPLACE_ONE or found is None or self._by_absence is None:
             return found
-        return Least([found, self._by_absence])
+        return Least((found, self._by_absence))
 
     def epsilon_at(self, delta: float, adjacency: str = REPLACE_ONE) -> float | None:
         simple, pld = super().epsilon_at(delta, adjacency), self._pld(adjacency)
@@ -103,7 +104,7 @@ class Composed(Mechanism):
     def rero(self, kappa: Any) -> Any:
         drawn = numbers("kappa", kappa) - math.expm1(self._log_never)
         simple, pld = np.minimum(super().rero(kappa), drawn)[()], self._pld(ADD_REMOVE) or self._pld(REPLACE_ONE)
-        return simple if pld is None else np.minimum(simple, privacy_loss.rero(pld, kappa))[()]
+        return simple if pld is None else np.minimum(simple, privacy_loss.trade_off(pld).tpr(kappa))[()]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import numpy as np
 
 from reconbound._internal.checks import InputError, choice, number
 from reconbound.bounds.parts import Parts
+from reconbound.bounds.success import chances
 from reconbound.bounds.trade_off import TradeOff
 from reconbound.mechanisms import privacy_loss
 from reconbound.mechanisms.base import ADD_OR_ZERO, ADD_REMOVE, ADJACENCIES, REPLACE_ONE, Mechanism
@@ -53,7 +54,7 @@ class PLD(Mechanism):
     def _worst(self, of: Callable[[np.ndarray, np.ndarray], float]) -> float:
         """Returns the larger of both directions' values; inf with mass at infinity or with rounding below zero."""
         worst = 0.0
-        for losses, mass, infinite in privacy_loss.directions(self.pld):
+        for losses, mass, infinite in privacy_loss.directions(self.pld)[0]:
             if infinite > 0 or mass.min() < 0:
                 return math.inf
             there = mass > 0
@@ -68,8 +69,9 @@ class PLD(Mechanism):
     def kl(self) -> float:
         return self._worst(lambda losses, mass: float(np.sum(mass * losses)))
 
-    def parts(self) -> tuple[Parts, ...]:
-        return (*super().parts(), privacy_loss.worse_parts(self.pld, self.adjacency))
+    def parts(self, *, quick: bool = False) -> tuple[Parts, ...]:
+        closed = super().parts()
+        return closed if quick else (*closed, privacy_loss.worse_parts(self.pld, self.adjacency))
 
     def overlap(self) -> float:
         """Returns a lower bound on 1 − LC under replace-one.
@@ -95,7 +97,7 @@ class PLD(Mechanism):
         return apart if self.adjacency == REPLACE_ONE else min(2 * apart, 1.0)
 
     def rero(self, kappa: Any) -> Any:
-        return privacy_loss.rero(self.pld, kappa)
+        return privacy_loss.trade_off(self.pld).tpr(chances("kappa", kappa))
 
     def assumes(self) -> tuple[str, ...]:
         return (f"the given privacy loss distribution, under {self.adjacency}",)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -41,6 +41,7 @@ class GroupOf(Mechanism):
 
     mechanism: Mechanism
     copies: int
+    _curves: dict[str, TradeOff | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def _together(self) -> Mechanism | None:
@@ -55,7 +56,7 @@ class GroupOf(Mechanism):
         return self.mechanism.sampler
 
     @property
-    def radius(self) -> float | None:
+    def radius(self) -> float | None:  # type: ignore[override]
         return self.mechanism.radius
 
     @property
@@ -75,19 +76,12 @@ class GroupOf(Mechanism):
     def kl(self) -> float:
         return math.inf if self._together is None else self._together.kl()
 
-    def parts(self) -> tuple[Parts, ...]:
-        return super().parts() if self._together is None else self._together.parts()
-
-    def quick_parts(self) -> tuple[Parts, ...]:
-        return super().quick_parts() if self._together is None else self._together.quick_parts()
+    def parts(self, *, quick: bool = False) -> tuple[Parts, ...]:
+        return super().parts() if self._together is None else self._together.parts(quick=quick)
 
     def overlap(self) -> float:
         steps = max(1 - self.copies**2 * (1 - self.mechanism.overlap()), 0.0)
         return steps if self._together is None else max(steps, self._together.overlap())
-
-    @cached_property
-    def _curves(self) -> dict[str, TradeOff | None]:
-        return {}
 
     def trade_off(self, adjacency: str = REPLACE_ONE) -> TradeOff | None:
         if adjacency not in self._curves:
@@ -95,7 +89,7 @@ class GroupOf(Mechanism):
             curves = [] if single is None else [single.group(self.copies)]
             together = None if self._together is None else self._together.trade_off(adjacency)
             curves += [] if together is None else [together]
-            self._curves[adjacency] = Least(curves) if curves else None
+            self._curves[adjacency] = Least(tuple(curves)) if curves else None
         return self._curves[adjacency]
 
     def epsilon_at(self, delta: float, adjacency: str = REPLACE_ONE) -> float | None:

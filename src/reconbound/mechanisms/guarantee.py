@@ -35,6 +35,7 @@ class Guarantee:
         epsilon: ε at `delta` under replace-one; None where it is not known.
         epsilon_add_remove: the same under add/remove, as most libraries count.
         delta: the δ of both.
+        protection: the largest chance to rebuild a record, and whether the guarantee is meaningful.
     """
 
     mechanism: Mechanism
@@ -45,6 +46,7 @@ class Guarantee:
     epsilon: float | None
     epsilon_add_remove: float | None
     delta: float
+    protection: Protection
 
     def __getitem__(self, name: str) -> Bound:
         for bound in self.bounds:
@@ -71,12 +73,6 @@ class Guarantee:
     def notes(self) -> tuple[str, ...]:
         """Lists what must be read with the numbers: what was assumed, and why floors are vacuous, where known."""
         return (*self.mechanism.notes(), *self.space.notes())
-
-    @property
-    def protection(self) -> Protection:
-        """Returns the largest chance to rebuild a record, and whether the guarantee is meaningful."""
-        success = dict(self.rero).get(BLIND)
-        return Protection(success, self.mechanism.never_drawn, self.epsilon, self.delta)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns a plain dictionary for JSON.
@@ -152,16 +148,23 @@ class Guarantee:
 FLOORS = ("theorem1", "theorem1_paper", "corners", "lecam_unbiased", "lecam", "rate_distortion")
 
 
-def _nats_floor(nats: float, space: DataSpace) -> Bound:
-    """Returns the rate–distortion floor on the box of the data space, or on its ball where that is higher."""
-    found = rate_distortion(nats, widths=space.side, dim=space.dim)
-    if space.whole_ball is None:
-        return found
+def _in_ball(nats: float, space: DataSpace) -> Bound:
+    """Returns the rate–distortion floor on the box inside a ball, or on the ball itself where that is higher."""
+    assert space.whole_ball is not None
+    found = rate_distortion(nats, widths=space.high - space.low, dim=space.dim)
     ball = ball_floor(nats, space.whole_ball, space.dim)
     return replace(found, value=ball.value, theorem=ball.theorem) if ball.value > found.value else found
 
 
-def floor_on(name: str, mechanism: Mechanism, space: DataSpace, *, quick: bool = False) -> Bound | None:
+def floor_on(
+    name: str,
+    mechanism: Mechanism,
+    space: DataSpace,
+    *,
+    quick: bool = False,
+    baseline: float | None = None,
+    units: str = "",
+) -> Bound | None:
     """Returns one floor of a mechanism on a data space; None where the mechanism does not have it.
 
     Args:
@@ -169,8 +172,13 @@ def floor_on(name: str, mechanism: Mechanism, space: DataSpace, *, quick: bool =
         mechanism: the release.
         space: the data space.
         quick: leave out loss distributions in `rate_distortion`, which is then lower at some noise.
+        baseline: as in `floor`.
+        units: as in `floor`.
     """
-    sides: dict[str, Any] = {"widths": space.side, "dim": space.dim}
+    choice("bound", name, FLOORS)
+    if not isinstance(units, str):
+        raise InputError("units", "must be text", units)
+    sides: dict[str, Any] = {"widths": space.high - space.low, "dim": space.dim}
     if name in ("theorem1", "corners"):
         unbiased = theorem1 if name == "theorem1" else corners
         found = unbiased(mechanism.order2(), both_ends=mechanism.order2_both_ends(), **sides)
@@ -179,8 +187,8 @@ def floor_on(name: str, mechanism: Mechanism, space: DataSpace, *, quick: bool =
     elif name == "lecam":
         found = lecam(mechanism.overlap(), **sides)
     elif name == "rate_distortion":
-        parts = mechanism.quick_parts() if quick else mechanism.parts()
-        found = max((part.best(partial(_nats_floor, space=space)) for part in parts), key=attrgetter("value"))
+        of_nats = partial(rate_distortion, **sides) if space.whole_ball is None else partial(_in_ball, space=space)
+        found = max((part.best(of_nats) for part in mechanism.parts(quick=quick)), key=attrgetter("value"))
     else:
         epsilon = mechanism.order2_paper()
         if epsilon is None:
@@ -190,7 +198,10 @@ def floor_on(name: str, mechanism: Mechanism, space: DataSpace, *, quick: bool =
         assumes, theorem = (*found.assumes, note), "Theorem 1, the paper's line (not proved)"
         neighbours = mechanism.paper_neighbours
         found = replace(found, name=name, theorem=theorem, proved=False, adjacency=neighbours, assumes=assumes)
-    return space.adapt(found)
+    found = space.adapt(found)
+    guess = found.guess if baseline is None else number("baseline", baseline, above=0.0)
+    assumes = (*found.assumes, *mechanism.assumes())
+    return replace(found, sampler=mechanism.sampler, assumes=assumes, guess=guess, units=units)
 
 
 def floor(
@@ -224,15 +235,9 @@ def floor(
     lecam: any attacker errs by at least ±44.3 years (MSE 1,960), on some conceivable record of the box, not on
     each; a plain guess errs by ±50 years [Le Cam; replace-one]
     """
-    choice("bound", name, FLOORS)
-    if not isinstance(units, str):
-        raise InputError("units", "must be text", units)
     m = as_mechanism(mechanism)
-    bound = floor_on(name, m, data_space(dim, low, high, m.radius if radius is None else radius))
-    if bound is None:
-        return None
-    guess = bound.guess if baseline is None else number("baseline", baseline, above=0.0)
-    return replace(bound, sampler=m.sampler, assumes=(*bound.assumes, *m.assumes()), guess=guess, units=units)
+    space = data_space(dim, low, high, m.radius if radius is None else radius)
+    return floor_on(name, m, space, baseline=baseline, units=units)
 
 
 def guarantee(
@@ -266,16 +271,18 @@ def guarantee(
     """
     m = as_mechanism(mechanism)
     d = number("delta", delta, above=0.0, below=1.0)
-    settings: dict[str, Any] = {"dim": dim, "low": low, "high": high, "radius": radius}
-    found = [floor(name, m, **settings, baseline=baseline, units=units) for name in FLOORS]  # it checks the settings
-    successes = m.rero(list(KAPPAS))
+    space = data_space(dim, low, high, m.radius if radius is None else radius)
+    found = [floor_on(name, m, space, baseline=baseline, units=units) for name in FLOORS]
+    rero = tuple((kappa, float(success)) for kappa, success in zip(KAPPAS, m.rero(list(KAPPAS)), strict=True))
+    epsilon = m.epsilon_at(d, REPLACE_ONE)
     return Guarantee(
         mechanism=m,
-        space=data_space(dim, low, high, m.radius if radius is None else radius),
+        space=space,
         bounds=tuple(bound for bound in found if bound is not None),
         membership_advantage=m.membership_advantage(),
-        rero=tuple((kappa, float(success)) for kappa, success in zip(KAPPAS, successes, strict=True)),
-        epsilon=m.epsilon_at(d, REPLACE_ONE),
+        rero=rero,
+        epsilon=epsilon,
         epsilon_add_remove=m.epsilon_at(d, ADD_REMOVE),
         delta=d,
+        protection=Protection(dict(rero)[BLIND], m.never_drawn, epsilon, d),
     )

@@ -118,7 +118,7 @@ class OutputPerturbation(Mechanism):
         return math.hypot(self.data_norm, 1.0) if self.intercept else self.data_norm
 
     @property
-    def radius(self) -> float:
+    def radius(self) -> float:  # type: ignore[override]
         """Returns the radius of the ball around 0 to which rows are clipped."""
         return self.data_norm
 
@@ -179,8 +179,8 @@ class OutputPerturbation(Mechanism):
     def kl(self) -> float:
         return self.m**2 / 2
 
-    def quick_parts(self) -> tuple[Parts, ...]:
-        return (*super().quick_parts(), parts_gaussian(self.m, self.kl_neighbours))
+    def parts(self, *, quick: bool = False) -> tuple[Parts, ...]:
+        return (*super().parts(), parts_gaussian(self.m, self.kl_neighbours))
 
     def overlap(self) -> float:
         return renyi.overlap_poisson(self.replace_one_shift / 2, 1.0)

@@ -20,7 +20,6 @@ import numpy as np
 from reconbound._internal.checks import InputError
 from reconbound.bounds import overlap_from_losses
 from reconbound.bounds.parts import Parts, both_directions, parts_from_losses
-from reconbound.bounds.success import chances
 from reconbound.bounds.trade_off import Least, ProfileTradeOff, TradeOff, Worst
 
 LARGEST_SHIFT = 60.0  # beyond it one step tells all there is to tell, and the grid would be huge
@@ -92,7 +91,7 @@ def one_of(step: Callable[[float], Any], steps: int, grid: float) -> Any:
         except ValueError:  # dp-accounting's own arithmetic gave up: order 2 answers
             return None
         # on a grid much finer than 1e-6 dp-accounting's differences cancel, and the excess grows with the steps
-        excess = max(abs(float(np.sum(mass)) + infinite - 1) for _, mass, infinite in directions(one))
+        excess = max(abs(float(np.sum(mass)) + infinite - 1) for _, mass, infinite in directions(one)[0])
         return one if steps * excess < 1e-3 else None
 
 
@@ -133,10 +132,20 @@ def _step_delta(loss: Any, kind: str, epsilon: Any) -> Any:
 
 
 def _step_point(loss: Any, kind: str, eps: np.ndarray) -> np.ndarray:
-    """Returns the point at which the loss is ε: it falls with the point. Infinite where no loss is ε."""
+    """Returns the point at which the loss is ε: it falls with the point. Infinite where no loss is ε.
+
+    Between replaced records it is −(asinh(α sinh(ε/2)) + ε/2)/m² with α = e^(m²/2)(1 − q)/q, here without overflow.
+    """
     q, variance = loss.sampling_prob, loss._standard_deviation**2
+    if kind == "REPLACE" and q == 1:
+        return np.asarray(variance * (-eps / 2))
     if kind == "REPLACE":
-        return np.asarray(variance * (_negative_asinh(eps, q, variance) - eps / 2))
+        half = np.abs(eps) / 2
+        with np.errstate(divide="ignore"):
+            log_sinh = half + np.log(-np.expm1(-2 * half)) - math.log(2)
+        log_term = 0.5 / variance + math.log1p(-q) - math.log(q) + log_sinh
+        asinh = np.sign(eps) * np.logaddexp(0.5 * np.logaddexp(0.0, 2 * log_term), log_term)
+        return np.asarray(variance * (-asinh - eps / 2))
     side = 1.0 if kind == "REMOVE" else -1.0
     if q < 1:  # the loss l of a step that has the record: e^(±ε) = 1 − q + q e^(±l)
         scaled, rest = side * eps - math.log(q), math.log1p(-q) - math.log(q)
@@ -149,17 +158,6 @@ def _step_point(loss: Any, kind: str, eps: np.ndarray) -> np.ndarray:
     return np.asarray(side * (-0.5 - inner * variance))
 
 
-def _negative_asinh(eps: np.ndarray, q: float, variance: float) -> np.ndarray:
-    """Returns −asinh(α sinh(ε/2)) with α = e^(m²/2)(1 − q)/q, without overflow."""
-    half = np.abs(eps) / 2
-    if q == 1:
-        return np.zeros_like(eps)
-    with np.errstate(divide="ignore"):
-        log_sinh = half + np.log(-np.expm1(-2 * half)) - math.log(2)
-    log_term = 0.5 / variance + math.log1p(-q) - math.log(q) + log_sinh
-    return np.asarray(-np.sign(eps) * np.logaddexp(0.5 * np.logaddexp(0.0, 2 * log_term), log_term))
-
-
 def composed(plds: Sequence[tuple[Any, int]], cut: float = 1e-15) -> Any:
     """Composes distributions on one grid by one real FFT without negligible frequencies: ten times faster than theirs.
 
@@ -169,40 +167,34 @@ def composed(plds: Sequence[tuple[Any, int]], cut: float = 1e-15) -> Any:
         plds: pairs of a privacy loss distribution and the number of its runs.
         cut: the mass to which tails are cut.
     """
-    from dp_accounting.pld import privacy_loss_distribution
+    from dp_accounting.pld import pld_pmf, privacy_loss_distribution
+    from scipy import fft
 
     if [steps for _, steps in plds] == [1]:
         return plds[0][0]
-    found = [_composed_pmf([(pld._pmf_remove, steps) for pld, steps in plds], cut)]
+    sides = [[pld._pmf_remove for pld, _ in plds]]
     if any(pld._pmf_add is not pld._pmf_remove for pld, _ in plds):
-        found.append(_composed_pmf([(pld._pmf_add, steps) for pld, steps in plds], cut))
-    if any(pmf is None for pmf in found):
-        return None
+        sides.append([pld._pmf_add for pld, _ in plds])
+    found = []
+    for side in sides:
+        dense = [(pmf.to_dense_pmf(), steps) for pmf, (_, steps) in zip(side, plds, strict=True)]
+        low, high = _convolve_bounds([(pmf._probs, steps) for pmf, steps in dense], cut)
+        if high - low > _LARGEST_GRID:  # the tails of very many steps: order 2 answers
+            return None
+        size = fft.next_fast_len(max(high - low + 1, *(pmf.size for pmf, _ in dense)), real=True)
+        log_total = np.zeros(size // 2 + 1, dtype=complex)
+        matters = np.ones(size // 2 + 1, dtype=bool)
+        for pmf, steps in dense:
+            spectrum = fft.rfft(pmf._probs, size)
+            matters &= np.abs(spectrum) > math.exp(-80 / steps)
+            log_total[matters] += steps * np.log(spectrum[matters])
+            matters &= log_total.real > -80
+        spectrum = np.where(matters, np.exp(np.where(matters, log_total, 0.0)), 0.0)
+        mass = np.roll(fft.irfft(spectrum, size), -low)[: high - low + 1]  # the transform wraps around
+        infinite = cut - math.expm1(sum(steps * math.log1p(-pmf._infinity_mass) for pmf, steps in dense))
+        start = sum(pmf._lower_loss * steps for pmf, steps in dense) + low
+        found.append(pld_pmf.DensePLDPmf(dense[0][0]._discretization, start, mass, infinite, True))
     return privacy_loss_distribution.PrivacyLossDistribution(found[0], found[-1])
-
-
-def _composed_pmf(pmfs: Sequence[tuple[Any, int]], cut: float) -> Any:
-    """Composes one direction of distributions; None where the result would not fit into memory."""
-    from dp_accounting.pld import pld_pmf
-    from scipy import fft
-
-    dense = [(pmf.to_dense_pmf(), steps) for pmf, steps in pmfs]
-    low, high = _convolve_bounds([(pmf._probs, steps) for pmf, steps in dense], cut)
-    if high - low > _LARGEST_GRID:  # the tails of very many steps: order 2 answers
-        return None
-    size = fft.next_fast_len(max(high - low + 1, *(pmf.size for pmf, _ in dense)), real=True)
-    log_total = np.zeros(size // 2 + 1, dtype=complex)
-    matters = np.ones(size // 2 + 1, dtype=bool)
-    for pmf, steps in dense:
-        spectrum = fft.rfft(pmf._probs, size)
-        matters &= np.abs(spectrum) > math.exp(-80 / steps)
-        log_total[matters] += steps * np.log(spectrum[matters])
-        matters &= log_total.real > -80
-    spectrum = np.where(matters, np.exp(np.where(matters, log_total, 0.0)), 0.0)
-    mass = np.roll(fft.irfft(spectrum, size), -low)[: high - low + 1]  # the transform wraps around
-    infinite = cut - math.expm1(sum(steps * math.log1p(-pmf._infinity_mass) for pmf, steps in dense))
-    start = sum(pmf._lower_loss * steps for pmf, steps in dense) + low
-    return pld_pmf.DensePLDPmf(dense[0][0]._discretization, start, mass, infinite, True)
 
 
 def _convolve_bounds(lists: Sequence[tuple[np.ndarray, int]], cut: float) -> tuple[int, int]:
@@ -218,22 +210,19 @@ def _convolve_bounds(lists: Sequence[tuple[np.ndarray, int]], cut: float) -> tup
     sizes = {min(len(p) for p, _ in lists), max(len(p) for p, _ in lists)}
     low, high = 0, sum((len(p) - 1) * steps for p, steps in lists)
     for order in (sign * k / size for size in sizes for sign in (-1, 1) for k in factors):
-        logs = [steps * _log_moment(p, order) for p, steps in lists]
-        bound = (float(sum(logs)) + math.log(2 / cut)) / order
+        log_moments = 0.0  # Σ steps ln Σ_k p_k e^{k·order}; SciPy's logsumexp takes four times as long
+        for mass, steps in lists:
+            exponents = np.arange(len(mass)) * order
+            top = max(float(exponents[-1]), 0.0)
+            exponents -= top
+            with np.errstate(divide="ignore", invalid="ignore"):
+                log_moments += steps * (float(np.log(mass @ np.exp(exponents, out=exponents))) + top)
+        bound = (log_moments + math.log(2 / cut)) / order
         if math.isfinite(bound) and order > 0:
             high = min(high, math.ceil(bound))
         elif math.isfinite(bound):
             low = max(low, math.floor(bound))
     return low, high
-
-
-def _log_moment(mass: np.ndarray, order: float) -> float:
-    """Returns ln Σ_k p_k e^{k·order}; SciPy's logsumexp takes four times as long."""
-    exponents = np.arange(len(mass)) * order
-    top = max(float(exponents[-1]), 0.0)
-    exponents -= top
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return float(np.log(mass @ np.exp(exponents, out=exponents))) + top
 
 
 def loss_scale(m: float, q: float, replace_one: bool) -> tuple[float, float, float]:
@@ -262,18 +251,6 @@ def check_pessimistic(pld: Any) -> None:
             raise InputError("pld", must, "pessimistic_estimate=False")
 
 
-def rounding(pld: Any) -> float:
-    """Returns the missing probability, which matters to a small δ after many steps: 5e-10 at a million.
-
-    It is what the FFTs lost (a bin is below zero only by their rounding), and what the sum falls short of 1.
-    """
-    found = 0.0
-    for _, mass, infinite in directions(pld):
-        short = 1.0 - float(np.sum(mass)) - infinite
-        found = max(found, len(mass) * max(-float(mass.min()), 0.0), short if short > 1e-12 else 0.0)
-    return found
-
-
 def delta(pld: Any, at: float) -> float:
     """Returns δ(ε), at most 1 (a long FFT can leave a little more).
 
@@ -282,7 +259,7 @@ def delta(pld: Any, at: float) -> float:
         at: ε.
     """
     with without_overflow_warnings():
-        return min(max(float(pld.get_delta_for_epsilon(at)), 0.0) + rounding(pld), 1.0)
+        return min(max(float(pld.get_delta_for_epsilon(at)), 0.0) + directions(pld)[1], 1.0)
 
 
 def overlap(pld: Any) -> float:
@@ -291,73 +268,59 @@ def overlap(pld: Any) -> float:
     Args:
         pld: a privacy loss distribution.
     """
-    known = min(overlap_from_losses(*direction) for direction in directions(pld))
-    return max(known - 2 * rounding(pld), 0.0)
+    found, missing = directions(pld)
+    known = min(overlap_from_losses(*direction) for direction in found)
+    return max(known - 2 * missing, 0.0)
 
 
 def epsilon(pld: Any, target_delta: float) -> float | None:
     """Returns ε at this δ; None where the distribution has no finite one, or its rounding is as large as δ.
 
+    With the losses l₁ > l₂ > … > 0 of a direction, U_k = P[∞] + Σ_{i≤k} p_i and V_k = Σ_{i≤k} p_i e^{−l_i},
+    δ(ε) = U_k − e^ε V_k for ε from l_{k+1} to l_k: ε is ln((U_k − δ)/V_k) of the first k for which that is at least
+    l_{k+1}. dp-accounting's get_epsilon_for_delta is the same in a loop, some hundred times slower.
+
     Args:
         pld: a privacy loss distribution.
         target_delta: δ.
     """
-    sure = target_delta - rounding(pld)
+    both, missing = directions(pld)
+    sure = target_delta - missing
     if sure <= 0:
         return None
-    worst = max(_smallest_epsilon(*direction, sure) for direction in directions(pld))
-    return worst if math.isfinite(worst) else None
-
-
-def _smallest_epsilon(losses: np.ndarray, mass: np.ndarray, infinite: float, target_delta: float) -> float:
-    """Returns the smallest ε ≥ 0 with δ(ε) at most the target; infinite where no finite one is enough.
-
-    With the losses l₁ > l₂ > … > 0, U_k = P[∞] + Σ_{i≤k} p_i and V_k = Σ_{i≤k} p_i e^{−l_i},
-    δ(ε) = U_k − e^ε V_k for ε from l_{k+1} to l_k: ε is ln((U_k − δ)/V_k) of the first k for which that is at least
-    l_{k+1}. dp-accounting's get_epsilon_for_delta is the same in a loop, some hundred times slower.
-    """
-    if infinite > target_delta:
-        return math.inf
-    first = int(np.searchsorted(losses, 0.0, side="right"))
-    above, p = losses[first:][::-1], mass[first:][::-1]
-    upper, lower = np.cumsum(np.append(infinite, p)), np.cumsum(np.append(0.0, p * np.exp(-above)))
-    with np.errstate(all="ignore"):
-        found = np.where((upper > target_delta) & (lower > 0), np.log((upper - target_delta) / lower), -math.inf)
-    unseen = np.nonzero((upper >= target_delta) & (lower <= 0) & (upper > infinite))[0]  # e^{−l} is 0 in float64
-    reached = np.nonzero(found[:-1] >= above)[0]
-    k = int(reached[0]) if len(reached) else len(above)
-    if len(unseen) and unseen[0] <= k:
-        return float(above[unseen[0] - 1])
-    return max(float(found[k]), 0.0)
+    least = []
+    for losses, mass, infinite in both:
+        if infinite > sure:
+            return None
+        first = int(np.searchsorted(losses, 0.0, side="right"))
+        above, p = losses[first:][::-1], mass[first:][::-1]
+        upper, lower = np.cumsum(np.append(infinite, p)), np.cumsum(np.append(0.0, p * np.exp(-above)))
+        with np.errstate(all="ignore"):
+            found = np.where((upper > sure) & (lower > 0), np.log((upper - sure) / lower), -math.inf)
+        unseen = np.nonzero((upper >= sure) & (lower <= 0) & (upper > infinite))[0]  # e^{−l} is 0 in float64
+        reached = np.nonzero(found[:-1] >= above)[0]
+        k = int(reached[0]) if len(reached) else len(above)
+        least.append(float(above[unseen[0] - 1]) if len(unseen) and unseen[0] <= k else max(float(found[k]), 0.0))
+    return max(least) if math.isfinite(max(least)) else None
 
 
 @lru_cache(maxsize=16)
 def trade_off(pld: Any) -> TradeOff:
     """Returns the trade-off curve of a distribution: the worse of its two directions, at every point.
 
-    Few false negatives are many false positives of the other direction, where the distribution is exact to small
-    chances: both are used.
+    Its `tpr` is min_ε {e^ε α + δ(ε)} over the distribution's grid, which also limits reconstructions. Few false
+    negatives are many false positives of the other direction, where the distribution is exact to small chances: both
+    are used.
 
     Args:
         pld: a privacy loss distribution.
     """
-    missing = rounding(pld)
-    found = directions(pld)
+    found, missing = directions(pld)
     own = [ProfileTradeOff(losses, _deltas(losses, mass, inf) + missing) for losses, mass, inf in found]
     if len(own) == 1:
-        return Least([own[0], own[0].mirrored()])
+        return Least((own[0], own[0].mirrored()))
     remove, add = own
-    return Worst([Least([remove, add.mirrored()]), Least([add, remove.mirrored()])])
-
-
-def rero(pld: Any, kappa: Any) -> Any:
-    """Returns min_ε {e^ε κ + δ(ε)} over the distribution's grid, for the worse of its two directions.
-
-    Args:
-        pld: a privacy loss distribution.
-        kappa: κ, one number or an array.
-    """
-    return trade_off(pld).tpr(chances("kappa", kappa))
+    return Worst((Least((remove, add.mirrored())), Least((add, remove.mirrored()))))
 
 
 def _deltas(losses: np.ndarray, mass: np.ndarray, infinite: float) -> np.ndarray:
@@ -370,35 +333,32 @@ def _deltas(losses: np.ndarray, mass: np.ndarray, infinite: float) -> np.ndarray
     return np.asarray(np.clip((above - weighted)[::-1] + infinite, 0.0, 1.0))
 
 
-def directions(pld: Any) -> list[tuple[np.ndarray, np.ndarray, float]]:
-    """Returns (losses, probabilities, probability of an infinite loss) of the distribution's two directions."""
-    found = []
+def directions(pld: Any) -> tuple[list[tuple[np.ndarray, np.ndarray, float]], float]:
+    """Returns (losses, probabilities, probability of an infinite loss) of both directions, and the missing probability.
+
+    The first direction is that of the release with the record. The missing probability is what the FFTs lost (a bin is
+    below zero only by their rounding), and what the sum falls short of 1. It matters to a small δ after many steps:
+    5e-10 at a million.
+    """
+    found, missing = [], 0.0
     for pmf in {id(p): p for p in (pld._pmf_remove, pld._pmf_add)}.values():
         dense = pmf.to_dense_pmf()
-        losses = (np.arange(dense.size) + dense._lower_loss) * dense._discretization
+        losses = (np.arange(dense.size) + dense._lower_loss) * dense._discretization if dense.size else np.zeros(1)
+        mass = np.asarray(dense._probs) if dense.size else np.zeros(1)
         infinite = max(float(dense._infinity_mass), 0.0)  # a tail of rounding, cut off, can be negative
-        mass = np.asarray(dense._probs)
-        found.append((losses, mass, infinite) if dense.size else (np.zeros(1), np.zeros(1), infinite))
-    return found
-
-
-def parts(pld: Any, neighbours: str) -> Parts:
-    """Returns parts of the release with the record that carry few nats towards that without it.
-
-    Args:
-        pld: a privacy loss distribution of ours, or of dp-accounting's mechanisms.
-        neighbours: names the releases that it compares.
-    """
-    return parts_from_losses(*directions(pld)[0], neighbours, rounding=rounding(pld))
+        short = 1.0 - float(np.sum(mass)) - infinite
+        missing = max(missing, len(mass) * max(-float(mass.min()), 0.0), short if short > 1e-12 else 0.0)
+        found.append((losses, mass, infinite))
+    return found, missing
 
 
 def worse_parts(pld: Any, neighbours: str) -> Parts:
-    """Returns the same for the worse of both directions, where it is not sure which of the releases has the record.
+    """Returns parts that carry few nats, for the worse of both directions: it is not sure which release has the record.
 
     Args:
         pld: a privacy loss distribution.
         neighbours: names the releases that it compares.
     """
-    off = rounding(pld)
-    curves = [parts_from_losses(*direction, neighbours, rounding=off) for direction in directions(pld)]
+    found, missing = directions(pld)
+    curves = [parts_from_losses(*direction, neighbours, rounding=missing) for direction in found]
     return both_directions(curves[0], curves[-1])

@@ -55,7 +55,7 @@ class _Reported(Mechanism):
         if adjacency == ADD_REMOVE:
             return None
         # from a record to none, and from none to another one
-        return Least([self._own_trade_off().group(2), ChiSquareTradeOff(self.order2())])
+        return Least((self._own_trade_off().group(2), ChiSquareTradeOff(self.order2())))
 
     def _under(self) -> str:
         """Names the neighbours, and says whether they were assumed."""
@@ -120,8 +120,8 @@ class DP(_Reported):
     def kl(self) -> float:
         return renyi.kl_pure(self.epsilon) if self.delta == 0 else math.inf
 
-    def quick_parts(self) -> tuple[Parts, ...]:
-        return (*super().quick_parts(), parts_from_dp(self.epsilon, self.delta, self.neighbours))
+    def parts(self, *, quick: bool = False) -> tuple[Parts, ...]:
+        return (*super().parts(), parts_from_dp(self.epsilon, self.delta, self.neighbours))
 
     def overlap(self) -> float:
         return bounds.overlap_from_pure(*self._replace_one())

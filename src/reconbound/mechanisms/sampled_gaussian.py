@@ -6,17 +6,26 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
 
 from reconbound import divergences as renyi
 from reconbound._internal.checks import InputError, choice, number, numbers, whole
-from reconbound.bounds.parts import Parts, parts_by_draws, parts_gaussian
+from reconbound.bounds.bound import log1m
+from reconbound.bounds.parts import Parts, parts_by_draws, parts_from_losses, parts_gaussian, whole_release
+from reconbound.bounds.success import rero_from_order2
 from reconbound.bounds.trade_off import GaussianTradeOff, TradeOff
 from reconbound.mechanisms import fixed_size_loss, privacy_loss
-from reconbound.mechanisms.base import ADD_REMOVE, ADJACENCIES, REPLACE_ONE, ZERO_OUT, Mechanism
+from reconbound.mechanisms.base import (
+    ADD_REMOVE,
+    ADJACENCIES,
+    REPLACE_ONE,
+    ZERO_OUT,
+    Mechanism,
+    advantage_from_order2,
+    epsilon_from_order2,
+)
 from reconbound.mechanisms.epsilons import fixed_size_epsilon
 from reconbound.mechanisms.releases import FixedRelease, GaussianRelease, Release
 
@@ -37,9 +46,16 @@ def fewest_batches(sample_rate: float) -> int:
     return max(1, math.floor(1 / Fraction(rate) * (1 + Fraction(1, 2**51))))
 
 
-def _at_least_once(rate: float, times: int) -> float:
-    """Returns 1 − (1 − q)ᵏ without cancellation: a chance that is rounded to 0 would promise too much."""
-    return -math.expm1(times * math.log1p(-rate)) if rate < 1 else 1.0
+#: What differs from Poisson batches: without a record, batches of a fixed size and of a shuffled epoch are others.
+_OF_SAMPLER: dict[str, dict[str, str]] = {
+    "poisson": {},
+    "fixed": {"kl_neighbours": ZERO_OUT},
+    "shuffle": {
+        "kl_neighbours": ZERO_OUT,
+        "paper_neighbours": ZERO_OUT,
+        "randomness": "the noise of all steps; the shuffles may be known to the attacker",
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -66,13 +82,16 @@ class SampledGaussian(Mechanism):
     clip: str = "smooth"
     sampler: str = "poisson"
     noise_field: ClassVar[str] = "noise_multiplier"
+    kl_neighbours = ADD_REMOVE  # these three of Poisson batches: `_OF_SAMPLER` has those of others
+    paper_neighbours = ADD_REMOVE
+    randomness = "the noise of all steps and the draw of their batches"
 
     def __post_init__(self) -> None:
         noise = number("noise_multiplier", self.noise_multiplier, above=0.0, at_least=1e-100, at_most=1e100)
         rate = number("sample_rate", self.sample_rate, above=0.0, at_most=1.0)
         self._set(noise_multiplier=noise, sample_rate=rate, steps=whole("steps", self.steps))
         choice("clip", self.clip, ("smooth", "hard"))
-        choice("sampler", self.sampler, ("poisson", "fixed", "shuffle"))
+        self._set(**_OF_SAMPLER[choice("sampler", self.sampler, tuple(_OF_SAMPLER))])
         if self.sampler == "shuffle" and rate != 1:
             raise InputError("sample_rate", "must be 1 with shuffled epochs, and steps count epochs", self.sample_rate)
 
@@ -128,14 +147,6 @@ class SampledGaussian(Mechanism):
         return cls(1 / shift * (1 - 1e-15), sample_rate, steps, clip, sampler)
 
     @property
-    def kl_neighbours(self) -> str:
-        return ADD_REMOVE if self.sampler == "poisson" else ZERO_OUT
-
-    @property
-    def paper_neighbours(self) -> str:
-        return ZERO_OUT if self.sampler == "shuffle" else ADD_REMOVE  # without a record, other batches are cut
-
-    @property
     def m(self) -> float:
         """Returns the largest clipped norm over the noise's standard deviation on the sum."""
         return renyi.sensitivity(self.clip) / self.noise_multiplier
@@ -143,7 +154,7 @@ class SampledGaussian(Mechanism):
     @property
     def never_drawn(self) -> float:
         """Returns (1 − q)ᵀ, the chance that a record is in no batch: then the release does not depend on it."""
-        return math.exp(self.steps * math.log1p(-self.sample_rate)) if self.sample_rate < 1 else 0.0
+        return math.exp(self.steps * log1m(self.sample_rate))
 
     def for_group(self, copies: int) -> SampledGaussian:
         """Returns the mechanism with the group's rows as one record.
@@ -157,7 +168,7 @@ class SampledGaussian(Mechanism):
         k = whole("copies", copies)
         if k == 1:
             return self
-        rate = _at_least_once(self.sample_rate, k) if self.sampler == "poisson" else 1.0
+        rate = -math.expm1(k * log1m(self.sample_rate)) if self.sampler == "poisson" else 1.0
         return replace(self, noise_multiplier=self.noise_multiplier / k, sample_rate=rate)
 
     def releases(self) -> tuple[tuple[Release, int], ...]:
@@ -181,21 +192,21 @@ class SampledGaussian(Mechanism):
         step = renyi.poisson_kl if self.sampler != "fixed" else renyi.kl_fixed
         return self.steps * step(self.m, self.sample_rate)
 
-    def _every_record(self) -> Parts:
-        """Returns parts of T steps with every record, which tell no less than those with batches (6.12)."""
-        return parts_gaussian(self.m * math.sqrt(self.steps), self.kl_neighbours)
-
-    def quick_parts(self) -> tuple[Parts, ...]:
+    def parts(self, *, quick: bool = False) -> tuple[Parts, ...]:
+        """Returns parts, those of T steps with every record among them: they tell no less than batches do (6.12)."""
+        all_steps = whole_release(self.kl(), self.kl_neighbours)
+        every = parts_gaussian(self.m * math.sqrt(self.steps), self.kl_neighbours)
         if self.sample_rate == 1:
-            return (*super().quick_parts(), self._every_record())
-        return (*super().quick_parts(), parts_by_draws(self.m, self.sample_rate, self.steps, self.kl_neighbours))
-
-    def parts(self) -> tuple[Parts, ...]:
-        if self.sample_rate == 1:
-            return self.quick_parts()
+            return all_steps, every
+        drawn = parts_by_draws(self.m, self.sample_rate, self.steps, self.kl_neighbours)
+        if quick:
+            return all_steps, drawn
         neighbours = ADD_REMOVE if self.sampler == "poisson" else REPLACE_ONE
-        pld, closed = self._pld(neighbours), (*self.quick_parts(), self._every_record())
-        return closed if pld is None else (*closed, privacy_loss.parts(pld, neighbours))
+        pld = self._pld(neighbours)
+        if pld is None:
+            return all_steps, drawn, every
+        (with_record, *_), missing = privacy_loss.directions(pld)
+        return all_steps, drawn, every, parts_from_losses(*with_record, neighbours, rounding=missing)
 
     def overlap(self) -> float:
         if self.sampler != "fixed":
@@ -216,49 +227,38 @@ class SampledGaussian(Mechanism):
         if self.sample_rate == 1:  # all steps are one Gaussian release
             shift = self.m * math.sqrt(self.steps) * (1 + 1e-15)
             return GaussianTradeOff(2 * shift if replaced else shift)
-        return _sampled_trade_off(self, adjacency)
+        return super().trade_off(adjacency)
 
     def epsilon_at(self, delta: float, adjacency: str = REPLACE_ONE) -> float | None:
-        simple = super().epsilon_at(delta, adjacency)
-        if self.sampler != "poisson" and adjacency != REPLACE_ONE:
+        d = number("delta", delta, above=0.0, below=1.0)
+        replaced = choice("adjacency", adjacency, ADJACENCIES) == REPLACE_ONE
+        if self.sampler != "poisson" and not replaced:
             return None  # with shuffled epochs, leaving a record out cuts other batches
         pld = self._pld(adjacency)
-        better = None if pld is None else privacy_loss.epsilon(pld, delta)
-        if better is None and self.sampler == "fixed":
-            better = fixed_size_epsilon(self.m, self.sample_rate, self.steps, delta)
-        return min((e for e in (simple, better) if e is not None), default=None)
+        found = [None if pld is None else privacy_loss.epsilon(pld, d)]
+        if replaced:
+            found.append(epsilon_from_order2(self.order2(), d))
+        if found[0] is None and self.sampler == "fixed":
+            found.append(fixed_size_epsilon(self.m, self.sample_rate, self.steps, d))
+        return min((epsilon for epsilon in found if epsilon is not None), default=None)
 
     def membership_advantage(self) -> float:
-        simple, pld = (
-            min(super().membership_advantage(), _at_least_once(self.sample_rate, self.steps)),
-            self._pld(REPLACE_ONE),
-        )  # any_attacker.md 6.5
+        ever_drawn, pld = -math.expm1(self.steps * log1m(self.sample_rate)), self._pld(REPLACE_ONE)
+        simple = min(advantage_from_order2(self.order2()), ever_drawn)  # any_attacker.md 6.5
         return simple if pld is None else min(simple, privacy_loss.delta(pld, 0.0))
 
     def rero(self, kappa: Any, adjacency: str = ADD_REMOVE) -> Any:
-        drawn = numbers("kappa", kappa) + _at_least_once(self.sample_rate, self.steps)
+        drawn = numbers("kappa", kappa) - math.expm1(self.steps * log1m(self.sample_rate))
         which = REPLACE_ONE if self.sampler == "fixed" else choice("adjacency", adjacency, ADJACENCIES)
-        simple, pld = np.minimum(super().rero(kappa), drawn)[()], self._pld(which)
-        return simple if pld is None else np.minimum(simple, privacy_loss.rero(pld, kappa))[()]
+        simple, pld = np.minimum(rero_from_order2(kappa, self.order2()), drawn)[()], self._pld(which)
+        return simple if pld is None else np.minimum(simple, privacy_loss.trade_off(pld).tpr(kappa))[()]
 
     def assumes(self) -> tuple[str, ...]:
         sizes = {"poisson": "a fixed divisor qN", "fixed": "uniform batches of fixed size"}
         size = sizes.get(self.sampler, "shuffled epochs, each counted as one step with every record")
         return (f"{self.clip} clipping, {size}", "the attacker sees every noisy step")
 
-    @property
-    def randomness(self) -> str:
-        if self.sampler == "shuffle":
-            return "the noise of all steps; the shuffles may be known to the attacker"
-        return "the noise of all steps and the draw of their batches"
-
     def notes(self) -> tuple[str, ...]:
         if self.sampler != "shuffle":
             return ()
         return ("Shuffled epochs: sampling brings no protection, so each epoch counts as one step with every record.",)
-
-
-@lru_cache(maxsize=16)
-def _sampled_trade_off(mechanism: SampledGaussian, adjacency: str) -> TradeOff | None:
-    """Returns the curve by order 2 and loss distributions, computed once for groups of several sizes."""
-    return super(SampledGaussian, mechanism).trade_off(adjacency)

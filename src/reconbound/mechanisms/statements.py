@@ -70,8 +70,8 @@ class GDP(_Reported):
     def kl(self) -> float:
         return self.mu**2 / 2
 
-    def quick_parts(self) -> tuple[Parts, ...]:
-        return (*super().quick_parts(), parts_gaussian(self.mu, self.neighbours))
+    def parts(self, *, quick: bool = False) -> tuple[Parts, ...]:
+        return (*super().parts(), parts_gaussian(self.mu, self.neighbours))
 
     def overlap(self) -> float:
         return renyi.overlap_poisson(self._replace_mu / 2, 1.0)
@@ -142,7 +142,7 @@ class ZCDP(_Reported):
         renyi = RenyiTradeOff(_ORDERS, self._divergence(_ORDERS, False))
         nats = float(self._divergence(1.0, False))  # Pinsker; Bretagnolle and Huber
         apart = DPTradeOff(0.0, min(math.sqrt(nats / 2), math.sqrt(-math.expm1(-nats))))
-        return Least([ChiSquareTradeOff(float(self._divergence(2.0, False))), renyi, apart])
+        return Least((ChiSquareTradeOff(float(self._divergence(2.0, False))), renyi, apart))
 
     def order2(self) -> float:
         return float(self._divergence(2.0, True))
