@@ -32,7 +32,6 @@ from reconbound.fisher.passes.generic import GenericPass
 from reconbound.fisher.passes.mixed import MixedPass
 from reconbound.fisher.passes.products import zero_sums
 from reconbound.fisher.passes.recorder import _CHECKED, NotCovered, passed_checks
-from reconbound.validate.derivatives import converted
 from reconbound.validate.model import ModelError
 from reconbound.validate.private import (
     Inputs,
@@ -43,7 +42,7 @@ from reconbound.validate.private import (
     private_part,
     trainable,
 )
-from reconbound.validate.watch import arguments
+from reconbound.validate.watch import arguments, converted
 
 Pass = LayerPass | MixedPass | GenericPass
 

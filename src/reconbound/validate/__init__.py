@@ -8,26 +8,22 @@ needs no data; `check_batch` adds what a few records of a batch show, and runs t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from reconbound._internal.checks import InputError, warn_user
-from reconbound._internal.opacus_hooks import without_hooks
+from reconbound._internal.opacus_hooks import network, without_hooks
 from reconbound._internal.rng import random_states_kept
 from reconbound.validate import model as models
 from reconbound.validate import watch
-from reconbound.validate.derivatives import (
-    check_derivatives,
-    check_differences,
-    math_attention,
-    place_precisely,
-    without_autocast,
-)
+from reconbound.validate.derivatives import check_derivatives, check_differences, math_attention, place_precisely
 from reconbound.validate.jumps import check_events, check_gaps, check_rounding
 from reconbound.validate.model import KinkWarning, ModelError, ReconboundWarning, check_finite, check_tensors
-from reconbound.validate.private import Private, as_private, uncovered_caveats, warn_uncovered
+from reconbound.validate.private import Private, Problem, as_private, batch_rows, module_caveats
 
 __all__ = [
     "KinkWarning",
@@ -59,7 +55,8 @@ def check_model(model: nn.Module) -> None:
     reconbound.validate.ModelError: module '2' (BatchNorm1d) mixes the records of a batch: ...
     """
     models.check_structure(model)
-    models.warn_kinks(models.kinked_modules(model))
+    if kinks := models.kinked_modules(model):
+        warn_user(KinkWarning(kinks))
 
 
 def check_batch(
@@ -112,19 +109,23 @@ def check_batch(
         few, trace = _check_records(model, loss_fn, inputs, targets)
         with torch.enable_grad(), random_states_kept():
             check_derivatives(model, loss_fn, few, trace)
-            kinks, chosen = models.kinked_modules(model), None if private is None else as_private(private)
-            with without_autocast():
+            chosen = None if private is None else as_private(private)
+            autocast = partial(torch.autocast, enabled=False)  # differences of numbers that it rounds prove nothing
+            with autocast("cpu"), autocast("cuda"):
                 placed = place_precisely(model, loss_fn, few, chosen)
-                kinks = {**check_events(placed, model), **kinks}
-                check_differences(placed, model, trace)
-                check_gaps(placed, model, smooth=not kinks)
-                check_rounding(placed, model, few)
-        _warn_buffers(model, trace)
-        models.warn_kinks(kinks)
-        beside = uncovered_caveats(model, loss_fn, few, chosen)
-        warn_uncovered(beside)
-    found = (*models.kink_caveats(kinks), *beside, *models.precision_caveats(model, trace.dtypes))
-    models.CHECKED[models.network(model)] = found
+                kinks = {**check_events(placed), **models.kinked_modules(model)}
+                check_differences(placed, trace)
+                check_gaps(placed, smooth=not kinks)
+                check_rounding(placed, few)
+        if kinks:
+            warn_user(KinkWarning(kinks))
+        beside = () if chosen is None else module_caveats(Problem(model, loss_fn, chosen), few)
+        uncovered = [caveat for caveat in beside if caveat.startswith("not covered")]
+        if uncovered:
+            why = "freeze it (requires_grad_(False)), or read the floors as for an attacker who does not look there"
+            warn_user(f"floors do not cover all that is released, {'; '.join(uncovered)}: {why}", ReconboundWarning)
+    found = (*models.model_caveats(model, kinks, trace.dtypes), *beside)
+    models.CHECKED[network(model)] = found
     return found
 
 
@@ -142,7 +143,7 @@ def check_clipping(model: nn.Module, loss_fn: watch.LossFn, inputs: Any, targets
             two runs that differ, and records that depend on each other.
     """
     with without_hooks(model):
-        _warn_buffers(model, _check_records(model, loss_fn, inputs, targets)[1])
+        _check_records(model, loss_fn, inputs, targets)
 
 
 def _check_records(model: nn.Module, loss_fn: watch.LossFn, inputs: Any, targets: Any) -> tuple[Any, watch.Trace]:
@@ -152,15 +153,10 @@ def _check_records(model: nn.Module, loss_fn: watch.LossFn, inputs: Any, targets
     if records == 0:
         raise InputError("inputs", "must have at least one record", "none")
     check_finite(inputs, targets)
-    few = watch.rows((inputs, targets), [i % records for i in range(watch.PROBE_RECORDS)])
+    some = batch_rows((inputs, targets), [i % records for i in range(watch.PROBE_RECORDS)])
+    few = tree_map(watch.converted, some)
     with torch.enable_grad(), random_states_kept():
-        trace = watch.run(model, loss_fn, *few)
-        watch.check_randomness(model, trace, watch.run(model, loss_fn, *few))
-        watch.check_coupling(model, loss_fn, few, trace)
-    return few, trace
-
-
-def _warn_buffers(model: nn.Module, trace: watch.Trace) -> None:
+        trace = watch.check_independence(model, loss_fn, few)
     changed = [name for name, b in model.named_buffers() if not torch.equal(b, trace.buffers[name])]
     if changed:
         warn_user(
@@ -168,3 +164,4 @@ def _warn_buffers(model: nn.Module, trace: watch.Trace) -> None:
             "without noise; freeze them (eval mode) or leave them out of the released model",
             ReconboundWarning,
         )
+    return few, trace
