@@ -1,4 +1,4 @@
-"""Sealed files in parts: read as those of the writer of safetensors, and refused where they are damaged or impossible."""
+"""Sealed files in parts: read as the files of safetensors are, and refused where they are damaged or impossible."""
 
 from __future__ import annotations
 

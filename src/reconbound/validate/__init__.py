@@ -105,31 +105,30 @@ def check_batch(
     reconbound.validate.ModelError: loss_fn must return one loss per record, shape (B,), got a single number: it was
     reduced over the batch, use reduction="none"
     """
-    with without_hooks(model):
-        few, trace = _check_records(model, loss_fn, inputs, targets)
-        with torch.enable_grad(), random_states_kept():
-            check_derivatives(model, loss_fn, few, trace)
-            chosen = None if private is None else as_private(private)
-            autocast = partial(torch.autocast, enabled=False)  # differences of numbers that it rounds prove nothing
-            with autocast("cpu"), autocast("cuda"):
-                placed = place_precisely(model, loss_fn, few, chosen)
-                kinks = {**check_events(placed), **models.kinked_modules(model)}
-                check_differences(placed, trace)
-                check_gaps(placed, smooth=not kinks)
-                check_rounding(placed, few)
-        if kinks:
-            warn_user(KinkWarning(kinks))
+    few, trace = check_clipping(model, loss_fn, inputs, targets)
+    chosen = None if private is None else as_private(private)
+    with without_hooks(model), torch.enable_grad(), random_states_kept():
+        check_derivatives(model, loss_fn, few, trace)
+        autocast = partial(torch.autocast, enabled=False)  # differences of numbers that it rounds prove nothing
+        with autocast("cpu"), autocast("cuda"):
+            placed = place_precisely(model, loss_fn, few, chosen)
+            kinks = {**check_events(placed), **models.kinked_modules(model)}
+            check_differences(placed, trace)
+            check_gaps(placed, smooth=not kinks)
+            check_rounding(placed, few)
         beside = () if chosen is None else module_caveats(Problem(model, loss_fn, chosen), few)
-        uncovered = [caveat for caveat in beside if caveat.startswith("not covered")]
-        if uncovered:
-            why = "freeze it (requires_grad_(False)), or read the floors as for an attacker who does not look there"
-            warn_user(f"floors do not cover all that is released, {'; '.join(uncovered)}: {why}", ReconboundWarning)
+    if kinks:
+        warn_user(KinkWarning(kinks))
+    uncovered = [caveat for caveat in beside if caveat.startswith("not covered")]
+    if uncovered:
+        why = "freeze it (requires_grad_(False)), or read the floors as for an attacker who does not look there"
+        warn_user(f"floors do not cover all that is released, {'; '.join(uncovered)}: {why}", ReconboundWarning)
     found = (*models.model_caveats(model, kinks, trace.dtypes), *beside)
     models.CHECKED[network(model)] = found
     return found
 
 
-def check_clipping(model: nn.Module, loss_fn: watch.LossFn, inputs: Any, targets: Any) -> None:
+def check_clipping(model: nn.Module, loss_fn: watch.LossFn, inputs: Any, targets: Any) -> tuple[Any, watch.Trace]:
     """Checks what clipping needs, without derivatives by the record: kinks, tokens and categories are fine.
 
     Args:
@@ -138,25 +137,23 @@ def check_clipping(model: nn.Module, loss_fn: watch.LossFn, inputs: Any, targets
         inputs: as in `check_batch`.
         targets: as in `check_batch`.
 
+    Returns:
+        A few of the records, and a watched run on them.
+
     Raises:
         ModelError: as `check_batch` does for the structure of the model, values that are not finite, a reduced loss,
             two runs that differ, and records that depend on each other.
     """
     with without_hooks(model):
-        _check_records(model, loss_fn, inputs, targets)
-
-
-def _check_records(model: nn.Module, loss_fn: watch.LossFn, inputs: Any, targets: Any) -> tuple[Any, watch.Trace]:
-    """Checks structure, values and the independence of records; returns a few records and a run on them."""
-    models.check_structure(model)
-    records = check_tensors(model, inputs, targets)
-    if records == 0:
-        raise InputError("inputs", "must have at least one record", "none")
-    check_finite(inputs, targets)
-    some = batch_rows((inputs, targets), [i % records for i in range(watch.PROBE_RECORDS)])
-    few = tree_map(watch.converted, some)
-    with torch.enable_grad(), random_states_kept():
-        trace = watch.check_independence(model, loss_fn, few)
+        models.check_structure(model)
+        records = check_tensors(model, inputs, targets)
+        if records == 0:
+            raise InputError("inputs", "must have at least one record", "none")
+        check_finite(inputs, targets)
+        some = batch_rows((inputs, targets), [i % records for i in range(watch.PROBE_RECORDS)])
+        few = tree_map(watch.converted, some)
+        with torch.enable_grad(), random_states_kept():
+            trace = watch.check_independence(model, loss_fn, few)
     changed = [name for name, b in model.named_buffers() if not torch.equal(b, trace.buffers[name])]
     if changed:
         warn_user(
