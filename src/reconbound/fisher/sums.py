@@ -42,7 +42,7 @@ from reconbound.validate.private import (
     private_part,
     trainable,
 )
-from reconbound.validate.watch import arguments, converted
+from reconbound.validate.watch import call_with, converted
 
 Pass = LayerPass | MixedPass | GenericPass
 
@@ -419,8 +419,7 @@ def _in_float64(model: nn.Module, few: tuple[Any, Any]) -> tuple[nn.Module, tupl
     try:
         wide = copy.deepcopy(model).double()
         with torch.no_grad():
-            args, kwargs = arguments(widened[0])
-            wide(*args, **kwargs)
+            call_with(wide, widened[0])
     except (RuntimeError, TypeError, ValueError):
         return None
     return wide, widened

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from reconbound._internal.checks import warn_user
 from reconbound.validate import model as models
 from reconbound.validate.private import Private, Problem, feature_mask, private_part
-from reconbound.validate.watch import LossFn, Trace, call_with, converted, first_line, in_place_error, run
+from reconbound.validate.watch import Call, LossFn, Trace, call_with, converted, first_line, in_place_error, run
 
 _SHAKEN = 0.05  # how far parameters are moved, so that what an initial zero hides is seen
 _SEGMENTS = 3  # random directions in which the private part is moved, besides towards the other records
@@ -259,19 +259,18 @@ def _any_grad(tree: Any) -> bool:
     return any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(tree))
 
 
-def _innermost_first(trace: Trace) -> list[tuple[str, Any, Any]]:
+def _innermost_first(trace: Trace) -> list[tuple[str, Call, Any]]:
     return sorted(trace.calls, key=lambda call: -len(call[0].split(".")) if call[0] else 0)
 
 
 def _culprit(model: nn.Module, trace: Trace) -> str:
     """Returns the innermost module that fails by itself, on the inputs that it was given; otherwise the model."""
-    for path, (args, kwargs), _ in _innermost_first(trace):
-        module = model.get_submodule(path)
-        args, kwargs = tree_map(partial(converted, leaf=True), (args, kwargs))
-        leaves = [x for x in (*tree_leaves((args, kwargs)), *module.parameters()) if _any_grad(x)]
+    for path, given, _ in _innermost_first(trace):
+        module, own = model.get_submodule(path), tree_map(partial(converted, leaf=True), given)
+        leaves = [x for x in (*tree_leaves(own), *module.parameters()) if _any_grad(x)]
         buffers = {name: b.clone() for name, b in module.named_buffers()}
         try:
-            outputs = [y for y in tree_leaves(call_with(module, buffers, args, kwargs)) if _any_grad(y)]
+            outputs = [y for y in tree_leaves(call_with(module, own, buffers)) if _any_grad(y)]
             first = torch.autograd.grad([(y * y).sum() for y in outputs], leaves, create_graph=True, allow_unused=True)
             torch.autograd.grad([(g * g).sum() for g in first if _any_grad(g)], leaves, allow_unused=True)
         except (RuntimeError, ValueError):  # torch says ValueError where there is nothing to differentiate
@@ -344,7 +343,7 @@ def _misses_at(function: Function, base: list[Tensor], direction: list[Tensor], 
     return any(close(a, b) for a, b in pairwise(found))
 
 
-def _module_misses(module: nn.Module, given: Any, dtype: torch.dtype) -> bool:
+def _module_misses(module: nn.Module, given: Call, dtype: torch.dtype) -> bool:
     """Does the same as `_misses` for one module, on the inputs that it was given, in its parameters and inputs."""
     own = dtype if dtype == torch.float64 else None
     state = {name: converted(t, own) for name, t in (*module.named_parameters(), *module.named_buffers())}
@@ -354,9 +353,9 @@ def _module_misses(module: nn.Module, given: Any, dtype: torch.dtype) -> bool:
 
     def squares(z: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         moved = dict(zip(moving, z, strict=True))
-        args, kwargs = tree_unflatten([moved.get(i, x) for i, x in enumerate(leaves)], structure)
+        call = tree_unflatten([moved.get(i, x) for i, x in enumerate(leaves)], structure)
         fresh = {name: t if t.requires_grad else t.clone() for name, t in state.items()}
-        outputs = [y for y in tree_leaves(call_with(module, fresh, args, kwargs)) if _any_grad(y)]
+        outputs = [y for y in tree_leaves(call_with(module, call, fresh)) if _any_grad(y)]
         return torch.stack([(y * y).sum() for y in outputs]), [*params, *z]
 
     return bool(moving) and _misses(squares, [leaves[i] for i in moving], [1.0] * len(moving))

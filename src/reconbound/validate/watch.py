@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +39,13 @@ def converted(x: Any, dtype: torch.dtype | None = None, *, leaf: bool = False) -
     return x.detach().to(dtype if dtype and real else x.dtype, copy=True).requires_grad_(leaf and real)
 
 
+class Call(NamedTuple):
+    """What a module was called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 @dataclass
 class Trace:
     """One watched run: the losses, each module's inputs and outputs, and the operations that matter, by module path.
@@ -50,7 +57,9 @@ class Trace:
     inputs: Any = None
     buffers: dict[str, Tensor] = field(default_factory=dict)
     stack: list[str] = field(default_factory=lambda: [models.LOSS])
-    calls: list[tuple[str, Any, Any]] = field(default_factory=list)  # path, (args, kwargs), output; innermost first
+    calls: list[tuple[str, Call, Any]] = field(
+        default_factory=list
+    )  # path, what went in, what came out; innermost first
     in_place: dict[str, str] = field(default_factory=dict)
     seeded: dict[str, str] = field(default_factory=dict)
     attention: dict[str, str] = field(default_factory=dict)
@@ -84,10 +93,9 @@ def run(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) -> Trace:
     """Runs the forward pass and the losses, watched; inputs are fresh leaves, buffers are copies."""
     leaves = tree_map(partial(converted, leaf=True), inputs)
     trace = Trace(inputs=leaves, buffers={name: b.clone() for name, b in model.named_buffers()})
-    args, kwargs = arguments(trace.inputs)
     with recorded_calls(model, trace), disable_saved_tensors_hooks(models.CHECKPOINTING), Watch(trace):
         try:
-            outputs = functional_call(model, trace.buffers, args, kwargs)
+            outputs = call_with(model, trace.inputs, trace.buffers)
         except RuntimeError as error:
             if models.is_about_checkpointing(error):
                 raise models.ModelError(f"{models.label(model, trace.stack[-1])}: {models.CHECKPOINTING}") from error
@@ -113,13 +121,23 @@ def run(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) -> Trace:
     return trace
 
 
-def call_with(
-    model: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-) -> Any:
-    """Calls a model with other parameters and buffers, given by name; a shared one is replaced at every place.
+def call_with(model: nn.Module, inputs: Any, tensors: Mapping[str, Tensor] | None = None) -> Any:
+    """Calls a model: model(x), model(*x) or model(**x).
 
-    `functional_call` would leave them in a module that has two names.
+    Args:
+        model: the model.
+        inputs: a tensor, a tuple or dictionary of tensors, or a Call.
+        tensors: parameters and buffers to use in place of the model's, by name; a shared one is replaced at every
+            place, where `functional_call` would leave it in a module that has two names.
     """
+    if isinstance(inputs, Call):
+        args, kwargs = inputs
+    elif isinstance(inputs, Mapping):
+        args, kwargs = (), dict(inputs)
+    else:
+        args, kwargs = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
+    if tensors is None:
+        return model(*args, **kwargs)
     given: dict[int, Tensor] = {}
     places: dict[str, int] = {}
     seen: set[nn.Module] = set()
@@ -145,12 +163,6 @@ def _describe_shapes(error: RuntimeError, model: nn.Module, trace: Trace, inputs
     return f"{where} does not take what it is given ({why}); a record has the shape {shapes}"
 
 
-def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
-
-
 @contextmanager
 def recorded_calls(model: nn.Module, trace: Trace) -> Iterator[None]:
     def enter(path: str, *_: Any) -> None:
@@ -158,7 +170,7 @@ def recorded_calls(model: nn.Module, trace: Trace) -> Iterator[None]:
 
     def leave(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         trace.stack.pop()
-        trace.calls.append((path, (args, kwargs), output))
+        trace.calls.append((path, Call(args, kwargs), output))
 
     handles = []
     for path, module in model.named_modules():
