@@ -135,6 +135,7 @@ _PARTS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "hardshrink": lambda x, other: torch.gt(x.abs(), other),
     "threshold": lambda x, other: torch.gt(x, other),
 }
+_OF_INFINITIES = frozenset({"isnan", "isinf", "isposinf", "isneginf"})
 _NORMS = frozenset({"linalg_vector_norm", "norm", "dist", "cdist", "_cdist_forward"})
 
 
@@ -174,24 +175,17 @@ def flat_parts(name: str, args: Any, kwargs: Any, output: Any) -> list[tuple[Ten
         the quotient, for a shrinkage whether the value is kept.
     """
     outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
-    if _is_about_infinity(name, args):
-        return []
     if name in _FLAT or (name == "div" and kwargs.get("rounding_mode") is not None):
         return [(x, x) for x in outputs]
-    if name not in _PARTS or not (args and isinstance(args[0], Tensor)):
-        return [(x, x) for x in outputs if not x.is_floating_point() and not x.is_complex()]
-    x = args[0].detach()
-    other = args[1] if len(args) > 1 else kwargs.get("lambd", 0.5)  # hardshrink's own; the others have no default
-    return [(outputs[0], _PARTS[name](x, other.detach() if isinstance(other, Tensor) else other))]
-
-
-def _is_about_infinity(name: str, args: Any) -> bool:
-    """Returns whether the operation tests for infinite values or NaN, which never changes for finite values."""
-    if name in ("isnan", "isinf", "isposinf", "isneginf"):
-        return True
-    if name not in COMPARISONS or len(args) < 2:
-        return False
-    first, second = args[:2]
-    if isinstance(second, Tensor) and second.dim() == 0 and second.device.type == "cpu" and second.is_floating_point():
-        second = float(second)
-    return first is second or (isinstance(second, float) and not math.isfinite(second))
+    if name in _PARTS and args and isinstance(args[0], Tensor):
+        x = args[0].detach()
+        other = args[1] if len(args) > 1 else kwargs.get("lambd", 0.5)  # hardshrink's own; the others have no default
+        return [(outputs[0], _PARTS[name](x, other.detach() if isinstance(other, Tensor) else other))]
+    constant = name in _OF_INFINITIES  # the same for all finite values
+    if name in COMPARISONS and len(args) > 1:
+        first, second = args[:2]
+        number = isinstance(second, Tensor) and second.dim() == 0 and second.is_floating_point()
+        if number and second.device.type == "cpu":
+            second = float(second)
+        constant = first is second or (isinstance(second, float) and not math.isfinite(second))
+    return [] if constant else [(x, x) for x in outputs if not x.is_floating_point() and not x.is_complex()]
