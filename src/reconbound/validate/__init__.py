@@ -123,7 +123,7 @@ def check_batch(
     if uncovered:
         why = "freeze it (requires_grad_(False)), or read the floors as for an attacker who does not look there"
         warn_user(f"floors do not cover all that is released, {'; '.join(uncovered)}: {why}", ReconboundWarning)
-    found = (*models.model_caveats(model, kinks, trace.dtypes), *beside)
+    found = models.model_caveats(model, kinks, beside, trace.dtypes)
     models.CHECKED[network(model)] = found
     return found
 

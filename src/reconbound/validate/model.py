@@ -157,14 +157,17 @@ def kinked_modules(model: nn.Module) -> dict[str, str]:
     return {path: type(m).__name__ for path, m in model.named_modules() if isinstance(m, _KINKED_MODULES)}
 
 
-def model_caveats(model: nn.Module, kinks: Mapping[str, str], computed: Iterable[torch.dtype] = ()) -> tuple[str, ...]:
-    r"""Returns the caveats of every floor of a model: that it has kinks, and that it computes in half precision.
+def model_caveats(
+    model: nn.Module, kinks: Mapping[str, str], beside: Iterable[str] = (), computed: Iterable[torch.dtype] = ()
+) -> tuple[str, ...]:
+    r"""Returns the caveats of every floor of a model: of its kinks, of its private part, of half precision.
 
     The numbers are those of benchmarks/half_precision.py.
 
     Args:
         model: the model; the dtypes of its parameters are read.
         kinks: what has a kink, by the module that it is in.
+        beside: the caveats of its private part.
         computed: dtypes of what it computed when it was run; under autocast only these show it.
 
     >>> model_caveats(nn.Linear(2, 1), {})
@@ -175,13 +178,14 @@ def model_caveats(model: nn.Module, kinks: Mapping[str, str], computed: Iterable
     ones up to 8 times; measure in float32 to be sure
     """
     places = ", ".join(f"{what} at {label(None, path)}" for path, what in kinks.items())
+    kinked = (f"not proved: the model has kinks ({places})",) if kinks else ()
     short = {*computed, *(p.dtype for p in model.parameters())} & {torch.bfloat16, torch.float16}
     halves = (
         f"computed in {str(kind).removeprefix('torch.')}: beside float64, up to 1 in 20 floors of small networks was "
         "more than 15 % too high, and single ones up to 8 times; measure in float32 to be sure"
         for kind in sorted(short, key=str)
     )
-    return (*([f"not proved: the model has kinks ({places})"] if kinks else []), *halves)
+    return (*kinked, *beside, *halves)
 
 
 def known_caveats(model: nn.Module) -> tuple[str, ...]:
