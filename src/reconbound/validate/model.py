@@ -96,16 +96,19 @@ def check_structure(model: nn.Module) -> None:
     for name, p in trainable:
         if not bool(torch.isfinite(p).all()):
             raise ModelError(f"parameter '{name}' is not finite: training has diverged, or the checkpoint is damaged")
-        _check_hooks(f"parameter '{name}'", p, _PARAMETER_HOOKS)
-    _check_hooks("every module", torch_module, _COMMON_HOOKS)
+        if how := _gradient_hook(p, _PARAMETER_HOOKS):
+            raise _hook_error(f"parameter '{name}'", how)
+    if how := _gradient_hook(torch_module, _COMMON_HOOKS):
+        raise _hook_error("every module", how)
     for path, module in model.named_modules():
-        where = label(model, path)
-        _check_hooks(where, module, _MODULE_HOOKS)
+        if how := _gradient_hook(module, _MODULE_HOOKS):
+            raise _hook_error(label(model, path), how)
         batch_norm = isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
         if batch_norm or (isinstance(module, _InstanceNorm) and module.training and module.track_running_stats):
             raise ModelError(
-                f"{where} mixes the records of a batch: its statistics are taken over them, so that no loss belongs to "
-                "one record. Use nn.GroupNorm (or nn.LayerNorm), or, with statistics from public data, eval mode"
+                f"{label(model, path)} mixes the records of a batch: its statistics are taken over them, so that no "
+                "loss belongs to one record. Use nn.GroupNorm (or nn.LayerNorm), or, with statistics from public "
+                "data, eval mode"
             )
         drops = (
             isinstance(module, nn.RReLU)
@@ -115,8 +118,8 @@ def check_structure(model: nn.Module) -> None:
         )
         if module.training and drops:
             raise ModelError(
-                f"{where} drops values at random: call .eval() on it or set its rate to 0 (the noise that protects is "
-                "the one on the gradient)"
+                f"{label(model, path)} drops values at random: call .eval() on it or set its rate to 0 (the noise "
+                "that protects is the one on the gradient)"
             )
 
 
@@ -134,23 +137,25 @@ _COMMON_HOOKS = {
 }
 
 
-def _check_hooks(where: str, holder: Any, kinds: Mapping[str, str]) -> None:
-    """Refuses hooks on gradients.
-
-    Single records' gradients are computed without them, so that training and measuring would ignore them.
+def _gradient_hook(holder: Any, kinds: Mapping[str, str]) -> str | None:
+    """Returns what registered a hook on a gradient; None where there are no hooks but Opacus's.
 
     Args:
-        where: what the message calls the holder.
         holder: a parameter, a module, or PyTorch's module of hooks that all modules have.
         kinds: the holder's attributes that hold hooks, and what registers them.
     """
     for kind, how in kinds.items():
         if not all(by_opacus(hook) for hook in (getattr(holder, kind, None) or {}).values()):
-            raise ModelError(
-                f"{where} has a hook on its gradient ({how}), which is not run here: gradients of single records are "
-                "computed without it. Remove it (handle.remove()); to leave parameters as they are, call "
-                "requires_grad_(False) on them"
-            )
+            return how
+    return None
+
+
+def _hook_error(where: str, how: str) -> ModelError:
+    """Returns the refusal of a hook: single records' gradients are computed without it, and it would be ignored."""
+    return ModelError(
+        f"{where} has a hook on its gradient ({how}), which is not run here: gradients of single records are computed "
+        "without it. Remove it (handle.remove()); to leave parameters as they are, call requires_grad_(False) on them"
+    )
 
 
 def kinked_modules(model: nn.Module) -> dict[str, str]:
