@@ -40,7 +40,7 @@ def converted(x: Any, dtype: torch.dtype | None = None, *, leaf: bool = False) -
 
 
 class Call(NamedTuple):
-    """What a module was called with."""
+    """The arguments of a call of a module."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
