@@ -25,7 +25,7 @@ from cuda_trainings import fleets, losses, not_captured, private_sgd, ranks, rep
 from torch import nn
 
 from reconbound._internal import chacha
-from reconbound._internal.rng import fresh_generator, random_states_kept, seeded
+from reconbound._internal.rng import fresh_generator, random_states_kept
 from reconbound.accounting.amplification import PoissonTable, poisson_factors
 from reconbound.auditing import models as networks
 from reconbound.fisher import ProbeOptions, StepOptions, SumOptions, clipped_gradient_sum, step_information
@@ -98,7 +98,7 @@ def generators() -> None:
     before = torch.cuda.get_rng_state()
     step_information(model, losses, x, y, max_grad_norm=1.0, noise_multiplier=0.5, options=StepOptions(spectral=True))
     networks.mnist_cnn()
-    with seeded(3):
+    with random_states_kept(3):
         torch.randn(4, device="cuda")
     with random_states_kept():
         torch.randn(4, device="cuda")

@@ -16,6 +16,7 @@ import auditing
 from learning import FEATURES, RECORDS, data, learner, losses, network
 from measuring import measure, sum_clipped
 from reconbound import PrivateLogisticRegression, PrivateRidge
+from reconbound._internal.rng import random_states_kept
 from reconbound.accounting.accountant import Account, Chosen, FisherAccountant
 from reconbound.attacks import SGDTrials, simulate_sgd
 from reconbound.auditing.models import check_model as check_audited_model
@@ -129,6 +130,14 @@ WORK: dict[str, Callable[[], Any]] = {
 def test_global_generators_are_unchanged(name: str) -> None:
     with untouched():
         WORK[name]()
+
+
+def test_a_seeded_block_draws_the_same_and_restores_the_generators() -> None:
+    drawn = []
+    for seed in (3, 3, 2**63 + 3, 4):  # torch takes 63 bits
+        with untouched(), random_states_kept(seed):
+            drawn.append(torch.randn(2).tolist())
+    assert drawn[0] == drawn[1] == drawn[2] != drawn[3]
 
 
 def test_audit_leaves_global_generators(tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""Sealed files in parts: the same files as `files.sealed` makes, and refused where they are damaged or impossible."""
+"""Sealed files in parts: read as the files of safetensors are, and refused where they are damaged or impossible."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from reconbound._internal import large_files
-from reconbound._internal.files import Unreadable, sealed, unsealed
+from reconbound._internal.files import Unreadable, unsealed
 from reconbound._internal.large_files import SealedFile, write_sealed
+from sealing import sealed
 
 TENSORS = {
     "b": torch.arange(7, dtype=torch.float64) / 3,

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from learning import FEATURES, RECORDS, learner
 from reconbound._internal.checks import InputError
-from reconbound._internal.files import sealed, unsealed
+from reconbound._internal.files import unsealed
 from reconbound.accounting.accountant import Account, Chosen, FisherAccountant
 from reconbound.accounting.amplification import fixed_size_factor, paper_delta, paper_kappa, poisson_factors
 from reconbound.fisher import StepInformation
+from sealing import sealed
 
 
 def account(records: int = 6, features: int = 3, **changes) -> Account:

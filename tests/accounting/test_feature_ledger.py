@@ -9,9 +9,10 @@ from test_accountant import account, info
 
 from learning import FEATURES, RECORDS, learner, same_state
 from reconbound._internal.checks import InputError
-from reconbound._internal.files import sealed, unsealed
+from reconbound._internal.files import unsealed
 from reconbound.accounting.accountant import Chosen, FisherAccountant
 from reconbound.accounting.feature_ledger import resolve_diagonal
+from sealing import sealed
 
 #: these ledgers hold a few measurements, not whole runs
 pytestmark = pytest.mark.filterwarnings("ignore:a run was measured over about")

@@ -13,7 +13,7 @@ import torch
 
 import auditing
 from reconbound import FisherAccountant
-from reconbound._internal.files import Unreadable, sealed, unsealed
+from reconbound._internal.files import Unreadable, unsealed
 from reconbound.auditing import leakage as leaks
 from reconbound.auditing.options import finished
 from reconbound.auditing.priors import guess_of, prior_variance
@@ -23,6 +23,7 @@ from reconbound.report.folder import LEAKAGE, LEDGER, REPORT, read_audit, record
 from reconbound.report.headline import headline
 from reconbound.report.records import record_facts
 from reconbound.report.view import View
+from sealing import sealed
 
 RECORDS, SHOWN = 60, 20
 

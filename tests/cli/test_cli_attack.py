@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from calling import QUICK, check_refused, write_people
-from reconbound._internal.files import Unreadable, sealed, unsealed
+from reconbound._internal.files import Unreadable, unsealed
 from reconbound.auditing import attack as auditing
 from reconbound.cli import app as cli
 from reconbound.data import load_dataset
@@ -22,6 +22,7 @@ from reconbound.report import build
 from reconbound.report.attack import attack_section, read_attack, sandwich_chart
 from reconbound.report.folder import ATTACK, read_audit
 from reconbound.report.view import View
+from sealing import sealed
 
 WORDS = ["--limit", "60", "--records", "most-exposed:1,random:1", "--trials", "3"]
 AUDIT = ["--limit", "60", *QUICK, "--noise-multiplier", "0.05"]

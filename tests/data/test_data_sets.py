@@ -10,7 +10,7 @@ from sklearn import datasets
 
 from reconbound._internal.checks import InputError
 from reconbound.data import NAMES, DataError, Dataset, Feature, Pixels, load_dataset
-from reconbound.data.dataset import DataOptions, clean, keep, split
+from reconbound.data.dataset import DataOptions, clean, keep
 from where import FOLDER, needs
 
 
@@ -110,18 +110,16 @@ def test_an_unknown_name_lists_what_there_is(tmp_path):
 
 def test_the_split_is_stratified_and_of_the_seed():
     targets = np.repeat([0, 1, 2], [100, 37, 1])
-    train, test = split(targets, seed=5, test_share=0.2, task="classes")
+    chosen = DataOptions(seed=5, test_share=0.2)
+    train, test = chosen.choose_rows(targets, "classes")
     assert np.array_equal(np.sort(np.concatenate([train, test])), np.arange(138))
     assert np.bincount(targets[test], minlength=3).tolist() == [20, 7, 0]
-    assert all(
-        np.array_equal(a, b)
-        for a, b in zip((train, test), split(targets, seed=5, test_share=0.2, task="classes"), strict=True)
-    )
-    assert not np.array_equal(test, split(targets, seed=6, test_share=0.2, task="classes")[1])
-    assert len(split(np.linspace(0, 1, 50), seed=0, test_share=0.3, task="number")[1]) == 15
-    assert len(split(targets, seed=0, test_share=0.0, task="classes")[1]) == 0
+    assert all(np.array_equal(a, b) for a, b in zip((train, test), chosen.choose_rows(targets, "classes"), strict=True))
+    assert not np.array_equal(test, DataOptions(seed=6, test_share=0.2).choose_rows(targets, "classes")[1])
+    assert len(DataOptions(seed=0, test_share=0.3).choose_rows(np.linspace(0, 1, 50), "number")[1]) == 15
+    assert len(DataOptions(seed=0, test_share=0.0).choose_rows(targets, "classes")[1]) == 0
     with pytest.raises(DataError, match="no records"):
-        split(np.zeros(0, np.int64), seed=0, test_share=0.2, task="classes")
+        DataOptions(seed=0, test_share=0.2).choose_rows(np.zeros(0, np.int64), "classes")
 
 
 @pytest.mark.parametrize("limit", [3, 4, 10, 57, 137, 138, 1000])

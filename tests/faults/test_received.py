@@ -20,7 +20,7 @@ import reconbound as rb
 import small_folders
 from injecting import ended
 from reconbound._internal.checks import InputError
-from reconbound._internal.files import Unreadable, open_lock, sealed, sealed_json, unsealed
+from reconbound._internal.files import Unreadable, open_lock, sealed_json, unsealed
 from reconbound.auditing.release import load_release
 from reconbound.auditing.run import run_audit
 from reconbound.data import Dataset, Feature
@@ -28,6 +28,7 @@ from reconbound.report.folder import read_audit, read_leakage, read_run
 from reconbound.sweep.queue import Queue
 from reconbound.sweep.run import read_about
 from reconbound.training.checkpoint import CheckpointError, lock_folder
+from sealing import sealed
 
 SHARE = int(os.environ.get("INJECT", "0"))
 

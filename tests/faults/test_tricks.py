@@ -29,11 +29,12 @@ import reconbound as rb
 import small_folders
 from injecting import ended
 from reconbound._internal.checks import DataError, InputError
-from reconbound._internal.files import Unreadable, json_digest, sealed, unsealed
+from reconbound._internal.files import Unreadable, json_digest, unsealed
 from reconbound.cli.options import LONGEST, print_table, terminal
 from reconbound.data import csv as csv_files
 from reconbound.data import load_dataset
 from reconbound.sweep.queue import seal_of
+from sealing import sealed
 from wrong_values import _ledger
 
 pytestmark = pytest.mark.slow

@@ -17,8 +17,9 @@ import reconbound as rb
 import small_folders
 from injecting import ended
 from reconbound._internal.checks import InputError
-from reconbound._internal.files import sealed, sealed_json, unsealed
+from reconbound._internal.files import sealed_json, unsealed
 from reconbound.report.checks import MOST_WORLDS
+from sealing import sealed
 from wrong_values import ledger_with_worlds
 
 pytestmark = pytest.mark.slow

@@ -17,8 +17,8 @@ from measuring import measure, sum_clipped
 from reconbound.fisher import Private, dense_information, sensitivity
 from reconbound.fisher.sums import covering_method
 from reconbound.validate import ModelError
-from reconbound.validate.derivatives import converted
 from reconbound.validate.private import Problem, as_private, batch_rows, private_part, trainable
+from reconbound.validate.watch import converted
 
 NEVER = 1e30  # a clip norm that no gradient reaches
 REFUSALS = (ValueError, ModelError)

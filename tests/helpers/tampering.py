@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from injecting import damage
-from reconbound._internal.files import json_digest, sealed, unsealed
+from reconbound._internal.files import json_digest, unsealed
 from reconbound.sweep.queue import seal_of
+from sealing import sealed
 
 STEERING = "\x1b[31m\u202e"
 #: What may stand in place of any value.

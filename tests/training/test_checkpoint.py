@@ -32,6 +32,7 @@ from reconbound.training.checkpoint import (
     save,
 )
 from reconbound.training.private_sgd import PrivateSGD, TrainingError
+from sealing import sealed
 
 MINE = {"configuration": {"lr": 0.1, "rules": ["exact"]}, "data": {"records": 3, "digest": "ab"}}
 
@@ -133,7 +134,7 @@ def test_full_disk_on_a_real_device() -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full on this system")
     with pytest.raises(OSError, match="No space left"), open("/dev/full", "wb") as file:
-        file.write(_files.sealed({"w": torch.ones(3)}, {}))
+        file.write(sealed({"w": torch.ones(3)}, {}))
 
 
 def test_training_resumes_after_a_full_disk(tmp_path, monkeypatch) -> None:

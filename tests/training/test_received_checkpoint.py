@@ -7,8 +7,9 @@ import math
 import pytest
 
 from learning import learner
-from reconbound._internal.files import sealed, unsealed
+from reconbound._internal.files import unsealed
 from reconbound.training.checkpoint import NAMES, CheckpointError
+from sealing import sealed
 
 IMPOSSIBLE = [("step", math.inf), ("step", math.nan), ("step", -1), ("step", 10**9), ("step", "x"), ("run", math.inf),
               ("run", -1), ("history", [{}]), ("history", 3), ("state", None)]  # fmt: skip

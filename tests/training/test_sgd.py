@@ -19,7 +19,7 @@ from learning import (
     same_state,
     settings,
 )
-from reconbound._internal.rng import derive, seeded, torch_stream
+from reconbound._internal.rng import derive, random_states_kept, torch_stream
 from reconbound.accounting.accountant import Account, FisherAccountant
 from reconbound.accounting.amplification import fixed_size_factor, paper_delta, paper_kappa
 from reconbound.fisher import ProbeOptions, StepOptions, dense_information, step_information
@@ -247,7 +247,7 @@ def test_own_loop_gives_the_learners_ledger() -> None:
     beside, ends = FisherAccountant(account), []
     for run in range(2):
         model, seed = network(), one.run_seeds[run]
-        with seeded(derive(7, "initial", run)):
+        with random_states_kept(derive(7, "initial", run)):
             reset_parameters(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         for step in range(6):

@@ -26,6 +26,7 @@ from reconbound._internal.checks import InputError
 from reconbound.training import private_sgd as sgd_module
 from reconbound.training.checkpoint import NAMES, CheckpointError
 from reconbound.training.private_sgd import PrivateSGD, TrainingError
+from sealing import sealed
 
 # --- errors ----------------------------------------------------------------------------------
 
@@ -142,7 +143,7 @@ def test_sealed_checkpoint_with_other_facts_is_refused_by_its_path(tmp_path, cha
     learner(seed=None, checkpoint=tmp_path, every=4).fit(12)
     newest = max((tmp_path / name for name in NAMES), key=lambda p: files.unsealed(p)[1]["order"])
     tensors, facts = files.unsealed(newest)
-    newest.write_bytes(files.sealed(tensors, {**facts, **change}))
+    newest.write_bytes(sealed(tensors, {**facts, **change}))
     with pytest.raises(CheckpointError, match=rf"{newest.name} is not as reconbound wrote it \(\w+Error: .*bring"):
         learner(seed=None, checkpoint=tmp_path, every=4).fit(12)
 

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from learning import Kept, data, losses, network, settings
 from reconbound._internal.checks import InputError
-from reconbound._internal.files import Unreadable, sealed
+from reconbound._internal.files import Unreadable
 from reconbound.training import trajectory as module
 from reconbound.training.private_sgd import PrivateSGD
 from reconbound.training.settings import Callback
 from reconbound.training.trajectory import Recorder, Trajectory, join_trajectories, read_trajectory
+from sealing import sealed
 
 STEPS = 7
 

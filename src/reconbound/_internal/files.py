@@ -207,34 +207,8 @@ def refuse_special_files(folder: str | os.PathLike[str], *deeper: str) -> None:
                 )
 
 
-def sealed(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> bytes:
-    """Returns a safetensors file of the tensors, with the facts as JSON and a digest of everything in its header.
-
-    Args:
-        tensors: by name.
-        facts: anything that JSON can hold, by name.
-    """
-    from safetensors.torch import save
-
-    metadata = seal_metadata(facts)
-    own = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
-    content = save(own, metadata)
-    header_end = 8 + int.from_bytes(content[:8], "little")
-    found = [m for m in SEAL.finditer(content[:header_end]) if m.group(1).decode() == BLANK]
-    if len(found) != 1:
-        raise ValueError("a tensor's name or a fact looks like the file's own seal")
-    start, end = found[0].span(1)
-    return content[:start] + hashlib.sha256(content).hexdigest().encode() + content[end:]
-
-
-def seal_metadata(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Returns what the header of a sealed file says beside its tensors, with a blank digest."""
-    said = json.dumps(facts, sort_keys=True)
-    return {"reconbound": said, "confidential": "per-record leakage: keep it secret", "sha256": BLANK}
-
-
 def unsealed(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns tensors and facts of a sealed file.
+    """Returns tensors and facts of a sealed file, as `large_files.write_sealed` writes it.
 
     Raises:
         Unreadable: another file, or one that was changed; gives the reason.

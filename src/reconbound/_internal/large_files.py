@@ -1,6 +1,6 @@
-"""Sealed files that are larger than the memory for a copy of them: written from tensors, and read, part by part.
+"""Sealed files: safetensors, with facts as JSON and the SHA-256 of all bytes in the header.
 
-They are the files of `files.sealed`: safetensors, with the facts as JSON and the SHA-256 of all bytes in the header.
+They are written from tensors, and read, part by part: they may be larger than the memory for a copy of them.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from io import BufferedReader
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reconbound._internal import files
-from reconbound._internal.files import BLANK, CONFIDENTIAL, SEAL, Unreadable, seal_metadata
+from reconbound._internal.files import BLANK, CONFIDENTIAL, SEAL, Unreadable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +32,7 @@ _KINDS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 def write_sealed(
     path: str | os.PathLike[str], tensors: Mapping[str, Tensor], facts: Mapping[str, Any], *, mode: int = CONFIDENTIAL
 ) -> None:
-    """Writes what `files.sealed` returns to a file, as `files.write_whole` does, without a copy of the tensors.
+    """Writes a sealed file as `files.write_whole` does, without a copy of the tensors.
 
     They are read twice, for the digest and for the file, and must not change meanwhile.
 
@@ -42,23 +43,22 @@ def write_sealed(
         mode: the file's permissions.
     """
     header, order = _header(tensors, facts)
+    places = [m.start(1) for m in SEAL.finditer(header) if m.group(1).decode() == BLANK]
+    if len(places) != 1:
+        raise ValueError("a tensor's name or a fact looks like the file's own seal")
     sha = hashlib.sha256(header)
     for piece in _pieces(tensors, order):
         sha.update(piece)
-    start = _seal_place(header)
-    sealed = header[:start] + sha.hexdigest().encode() + header[start + len(BLANK) :]
-
-    def content() -> Iterator[bytes | memoryview]:
-        yield sealed
-        yield from _pieces(tensors, order)
-
-    files.write_whole(path, content(), mode=mode)
+    sealed = header[: places[0]] + sha.hexdigest().encode() + header[places[0] + len(BLANK) :]
+    files.write_whole(path, chain([sealed], _pieces(tensors, order)), mode=mode)
 
 
 def _header(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> tuple[bytes, list[str]]:
     """Returns the length and the header with a blank digest, and the names in the order of the data."""
     kinds = {name: code for code, name in _KINDS.items()}
-    entries: dict[str, Any] = {"__metadata__": seal_metadata(facts)}
+    said = json.dumps(facts, sort_keys=True)
+    metadata = {"reconbound": said, "confidential": "per-record leakage: keep it secret", "sha256": BLANK}
+    entries: dict[str, Any] = {"__metadata__": metadata}
     order, at = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)), 0
     for name in order:
         value = tensors[name]
@@ -71,14 +71,6 @@ def _header(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> tuple[by
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, order
-
-
-def _seal_place(header: bytes) -> int:
-    """Returns where the blank digest begins."""
-    found = [m for m in SEAL.finditer(header) if m.group(1).decode() == BLANK]
-    if len(found) != 1:
-        raise ValueError("a tensor's name or a fact looks like the file's own seal")
-    return found[0].start(1)
 
 
 def _pieces(tensors: Mapping[str, Tensor], order: list[str]) -> Iterator[memoryview]:
@@ -108,7 +100,7 @@ class SealedFile:
         path: the file.
 
     Attributes:
-        facts: what was given to `files.sealed`.
+        facts: what was given to `write_sealed`.
         names: of its tensors.
 
     Raises:

@@ -64,10 +64,11 @@ def unhooked(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return called
 
 
-def is_wrapper(model: Any) -> bool:
-    """Returns whether a model is one of Opacus's own modules around a network."""
-    kinds = type(model).__mro__
-    return any(kind.__module__.startswith("opacus.grad_sample") for kind in kinds) and hasattr(model, "_module")
+def network(model: nn.Module) -> nn.Module:
+    """Returns the network that one of Opacus's own modules is around; any other model as it is."""
+    wraps = any(kind.__module__.startswith("opacus.grad_sample") for kind in type(model).__mro__)
+    inner = getattr(model, "_module", None) if wraps else None
+    return inner if isinstance(inner, nn.Module) else model
 
 
 def by_opacus(hook: Any) -> bool:

@@ -119,33 +119,27 @@ def _entropy() -> int:
 
 
 @contextmanager
-def random_states_kept() -> Iterator[None]:
-    """Restores the global generators of Python, NumPy and torch (on the CPU and on CUDA) at the end of the block."""
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-    cuda = _cuda_generators()
-    states = [generator.get_state() for generator in cuda]
+def random_states_kept(seed: int | None = None) -> Iterator[None]:
+    """Restores the global generators of Python, NumPy and torch (on the CPU and on CUDA) at the end of the block.
+
+    Those of GPUs are left alone while a CUDA graph, which cannot use them, is captured.
+
+    Args:
+        seed: torch's generators start from it, if it is given.
+    """
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    generators = [torch.default_generator]
+    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+        generators += torch.cuda.default_generators
+    states = [generator.get_state() for generator in generators]
     try:
+        # not torch.manual_seed: it would also seed a GPU that is not in use yet, and nothing could undo that
+        if seed is not None:
+            for generator in generators:
+                generator.manual_seed(seed % 2**63)
         yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)  # noqa: NPY002
-        torch.set_rng_state(cpu)
-        for generator, state in zip(cuda, states, strict=True):
+        for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seeds torch's global generators for the block, and then restores them, with Python's and NumPy's."""
-    with random_states_kept():
-        # not torch.manual_seed: it would also seed a GPU that is not in use yet, and nothing could undo that
-        for generator in (torch.default_generator, *_cuda_generators()):
-            generator.manual_seed(seed % 2**63)
-        yield
-
-
-def _cuda_generators() -> tuple[torch.Generator, ...]:
-    """Returns the global generators of the GPUs in use; none while a CUDA graph, which cannot use them, is captured."""
-    if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
-        return ()
-    return tuple(torch.cuda.default_generators)

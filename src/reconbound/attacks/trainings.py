@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 
 from reconbound._internal.checks import InputError, whole
-from reconbound._internal.rng import derive, seeded, torch_stream
+from reconbound._internal.rng import derive, random_states_kept, torch_stream
 from reconbound.attacks.knowledge import LossFn
 from reconbound.fisher import clipping
 from reconbound.training.sampling import Sampler, make_sampler
@@ -91,7 +91,7 @@ class Training:
 
         fresh, found = copy.deepcopy(self.model), []
         for trial in range(trials):
-            with seeded(derive(seed, "initial", trial)):
+            with random_states_kept(derive(seed, "initial", trial)):
                 self.initialise(fresh)
             found.append(_flat(fresh))
         return torch.stack(found)

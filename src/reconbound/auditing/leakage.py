@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from reconbound._internal.files import CONFIDENTIAL, PUBLIC, Unreadable, json_digest, sealed, unsealed, write_whole
+from reconbound._internal.files import PUBLIC, Unreadable, json_digest, unsealed, write_whole
+from reconbound._internal.large_files import write_sealed
 from reconbound._internal.rng import derive, numbers_of, torch_stream
 from reconbound.accounting.accountant import FisherAccountant
 from reconbound.accounting.compact import extremes
@@ -64,8 +65,7 @@ class Snapshots(Callback):
         informed = learner.settings.rules is not None  # otherwise nothing is measured at snapshots
         if informed and learner.step in dict(snapshot_steps(learner, learner.run)):
             facts = {"audit": owner(learner), "run": learner.run, "step": learner.step}
-            content = sealed(learner.model.state_dict(), facts)
-            write_whole(self.folder / SNAPSHOT.format(**facts), content, mode=CONFIDENTIAL)
+            write_sealed(self.folder / SNAPSHOT.format(**facts), learner.model.state_dict(), facts)
         every = max(1, learner.steps // POINTS)
         due = learner.step == learner.steps or (learner.step and learner.step % every == 0)
         if learner.run > 0 or not due or learner.accountant is None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from reconbound import validate
 from reconbound._internal.checks import InputError, choice
-from reconbound._internal.rng import seeded
+from reconbound._internal.rng import random_states_kept
 from reconbound.auditing.worlds import made_up_records
 from reconbound.data import Dataset
 from reconbound.training.settings import reset_module
@@ -235,7 +235,7 @@ def make_model(dataset: Dataset, spec: str = "auto", seed: int | None = None) ->
         seed: for the initial parameters; None uses torch's generator as it is.
     """
     if seed is not None:
-        with seeded(seed):
+        with random_states_kept(seed):
             return make_model(dataset, spec)
     kind, outputs = model_kind(dataset, spec), outputs_of(dataset)
     if ":" not in kind:

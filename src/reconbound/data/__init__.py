@@ -113,11 +113,16 @@ def _load_named(name: str, options: DataOptions) -> Dataset:
 
 def load_builtin(name: str, options: DataOptions) -> Dataset:
     """Returns a data set of scikit-learn's: digits (8×8 images), breast_cancer, wine (classes), diabetes (a number)."""
-    if name == "digits":
-        options.refuse(FOR_TABLES, "private", "ranges", "units")
-        return _load_digits(options)
     from sklearn import datasets
 
+    if name == "digits":
+        options.refuse(FOR_TABLES, "private", "ranges", "units")
+        bunch = datasets.load_digits()
+        inputs, targets = (bunch.images[:, None] / 16.0).astype(np.float32), bunch.target.astype(np.int64)
+        train, test = options.choose_rows(targets, "classes")
+        parts = (inputs[train], targets[train], inputs[test], targets[test])
+        facts: dict[str, Any] = {"class_names": tuple("0123456789"), "target": Feature("digit", private=False)}
+        return Dataset(name, "image", *parts, Pixels((1, 8, 8), 16.0), **facts)
     bunch = getattr(datasets, f"load_{name}")(**({"scaled": False} if name == "diabetes" else {}))
     own = _nucleus_columns() if name == "breast_cancer" else _RANGES[name]
     columns, public = [], list(own.values())
@@ -142,15 +147,3 @@ def _nucleus_columns() -> dict[str, tuple[str, str, float, float]]:
     spelled = ("mean {}", "{} error", "worst {}")
     names = {form.format(k): tops[i] for k, tops in _RANGES["breast_cancer"].items() for i, form in enumerate(spelled)}
     return {name: (name, "", 0.0, top) for name, top in names.items()}
-
-
-def _load_digits(options: DataOptions) -> Dataset:
-    from sklearn.datasets import load_digits
-
-    bunch = load_digits()
-    inputs = (bunch.images[:, None] / 16.0).astype(np.float32)
-    targets = bunch.target.astype(np.int64)
-    train, test = options.choose_rows(targets, "classes")
-    parts = (inputs[train], targets[train], inputs[test], targets[test])
-    digit = Feature("digit", private=False)
-    return Dataset("digits", "image", *parts, Pixels((1, 8, 8), 16.0), class_names=tuple("0123456789"), target=digit)

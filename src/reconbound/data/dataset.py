@@ -138,10 +138,6 @@ class Dataset:
             raise InputError("features", f"must be {int(np.prod(self.shape))}, one a column", len(self.features))
         if self.record_names is not None and len(self.record_names) != len(self.inputs):
             raise InputError("record_names", f"must be {len(self.inputs)}, one a record", len(self.record_names))
-        self._check_vocabulary()
-
-    def _check_vocabulary(self) -> None:
-        """Refuses tokens that are not in the vocabulary, and a vocabulary of other data."""
         if self.kind != "tokens":
             if self.vocabulary is not None:
                 raise InputError("vocabulary", f"must be None for kind {self.kind!r}", self.vocabulary)
@@ -285,7 +281,11 @@ class DataOptions:
     def choose_rows(
         self, targets: np.ndarray, task: str, held: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns rows to train on and rows to test on.
+        """Returns rows to train on and rows to test on, each in ascending order.
+
+        Where the data have no test records of their own, of every class its share is held out, rounded to the nearest
+        whole record; at least one record of each stays for training. Which ones depends on the classes and the seed,
+        never on the inputs.
 
         Args:
             targets: (N,), of all records.
@@ -293,25 +293,13 @@ class DataOptions:
             held: (N,) of bool, the test records where the data have their own.
         """
         if held is None:
-            train, test = split(targets, seed=self.seed, test_share=self.test_share, task=task)
-        else:
-            train, test = np.flatnonzero(~held), np.flatnonzero(held)
+            share = number("test_share", self.test_share, at_least=0.0, below=1.0)
+            rng = np.random.default_rng(whole("seed", self.seed, at_least=0))
+            held = np.zeros(len(targets), dtype=bool)
+            for rows in _groups(targets, task):
+                held[rng.permutation(rows)[: min(math.floor(share * len(rows) + 0.5), len(rows) - 1)]] = True
+        train, test = np.flatnonzero(~held), np.flatnonzero(held)
         return train[keep(targets[train], self.limit, seed=self.seed, task=task)], test
-
-
-def split(targets: np.ndarray, *, seed: int, test_share: float, task: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns rows to train on and rows to test on, each in ascending order.
-
-    Of every class its share, rounded to the nearest whole record; at least one record of each stays for training.
-    Depends on the classes and the seed, never on the inputs.
-    """
-    share = number("test_share", test_share, at_least=0.0, below=1.0)
-    rng = np.random.default_rng(whole("seed", seed, at_least=0))
-    groups = _groups(targets, task)
-    held = [rng.permutation(rows)[: min(math.floor(share * len(rows) + 0.5), len(rows) - 1)] for rows in groups]
-    test = np.sort(np.concatenate(held))
-    train = np.setdiff1d(np.arange(len(targets)), test, assume_unique=True)
-    return train, test
 
 
 def keep(targets: np.ndarray, limit: int | None, *, seed: int, task: str) -> np.ndarray:
@@ -393,24 +381,21 @@ def copies_among(digests: np.ndarray) -> Copies:
 
 
 def record_digests(leaves: Sequence[Any]) -> np.ndarray:
-    """Returns a digest of 64 bits of each record: BLAKE2b of its bytes.
+    """Returns a digest of 64 bits of each record: BLAKE2b of its bytes, in which 0 and −0 are alike.
 
     Args:
         leaves: arrays or tensors with one row per record.
     """
-    joined = np.concatenate([_rows(leaf) for leaf in leaves], axis=1)
-    found = (hashlib.blake2b(row, digest_size=8).digest() for row in joined)
+    parts = []
+    for leaf in leaves:
+        if not isinstance(leaf, np.ndarray):
+            small = leaf.is_floating_point() and leaf.itemsize < 4
+            leaf = (leaf.float() if small else leaf).numpy(force=True)
+        flat = leaf.reshape(len(leaf), -1)
+        plain = flat + 0 if np.issubdtype(flat.dtype, np.floating) else flat
+        parts.append(np.ascontiguousarray(plain).view(np.uint8).reshape(len(leaf), -1))
+    found = (hashlib.blake2b(row, digest_size=8).digest() for row in np.concatenate(parts, axis=1))
     return np.frombuffer(b"".join(found), dtype=np.uint64)
-
-
-def _rows(values: Any) -> np.ndarray:
-    """Returns one row of bytes per record of an array or a tensor; 0 and −0 are alike."""
-    if not isinstance(values, np.ndarray):
-        small = values.is_floating_point() and values.itemsize < 4
-        values = (values.float() if small else values).numpy(force=True)
-    flat = values.reshape(len(values), -1)
-    plain = flat + 0 if np.issubdtype(flat.dtype, np.floating) else flat
-    return np.ascontiguousarray(plain).view(np.uint8).reshape(len(values), -1)
 
 
 def describe_copies(copies: Copies, records: int) -> tuple[str, ...]:

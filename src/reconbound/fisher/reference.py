@@ -22,7 +22,7 @@ from reconbound._internal.opacus_hooks import unhooked
 from reconbound._internal.rng import fresh_generator, random_states_kept
 from reconbound.fisher.clipping import Clip, check_clip
 from reconbound.validate import private as parts
-from reconbound.validate.derivatives import converted
+from reconbound.validate.watch import converted
 
 
 @dataclass(frozen=True)

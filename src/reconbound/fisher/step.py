@@ -193,7 +193,7 @@ def step_information(
             "max_grad_norm": max_grad_norm,
             "clip": clip,
             "part": problem.private.part,
-            "caveats": (*known_caveats(model), *problems.module_caveats(model, problem.private)),
+            "caveats": (*known_caveats(model), *problems.module_caveats(problem)),
         }
         if records == 0:  # a Poisson batch may be empty
             none = z.new_zeros(0)

@@ -32,7 +32,6 @@ from reconbound.fisher.passes.generic import GenericPass
 from reconbound.fisher.passes.mixed import MixedPass
 from reconbound.fisher.passes.products import zero_sums
 from reconbound.fisher.passes.recorder import _CHECKED, NotCovered, passed_checks
-from reconbound.validate.derivatives import converted
 from reconbound.validate.model import ModelError
 from reconbound.validate.private import (
     Inputs,
@@ -43,7 +42,7 @@ from reconbound.validate.private import (
     private_part,
     trainable,
 )
-from reconbound.validate.watch import arguments
+from reconbound.validate.watch import call_with, converted
 
 Pass = LayerPass | MixedPass | GenericPass
 
@@ -420,8 +419,7 @@ def _in_float64(model: nn.Module, few: tuple[Any, Any]) -> tuple[nn.Module, tupl
     try:
         wide = copy.deepcopy(model).double()
         with torch.no_grad():
-            args, kwargs = arguments(widened[0])
-            wide(*args, **kwargs)
+            call_with(wide, widened[0])
     except (RuntimeError, TypeError, ValueError):
         return None
     return wide, widened

@@ -19,6 +19,7 @@ from torch import Tensor
 from reconbound._internal import files
 from reconbound._internal.checks import InputError, number, numbers, whole
 from reconbound._internal.formatting import format_limit, format_number, format_percent
+from reconbound._internal.large_files import write_sealed
 from reconbound.attacks.limits import Distinguished, Reconstruction
 from reconbound.attacks.sandwich import Sandwich, Stated, Target
 from reconbound.report import charts
@@ -60,8 +61,8 @@ def write_attack(folder: str | os.PathLike[str], found: Attacked, run: str) -> N
     if all(one.examples is not None for one in found.records):
         tensors["examples"] = _stacked([one.examples for one in found.records])
     rows = [record_facts(one) for one in found.records]
-    content = files.sealed(tensors, {**found.facts, "kind": KIND, "format": FORMAT, "run": run, "records": rows})
-    files.write_whole(Path(folder) / ATTACK, content, mode=files.CONFIDENTIAL)
+    facts = {**found.facts, "kind": KIND, "format": FORMAT, "run": run, "records": rows}
+    write_sealed(Path(folder) / ATTACK, tensors, facts)
 
 
 def _stacked(parts: Sequence[Any]) -> Tensor:

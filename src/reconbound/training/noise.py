@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from reconbound._internal import chacha
 from reconbound._internal.files import json_digest, tensor_digest
-from reconbound._internal.rng import derive, seeded
+from reconbound._internal.rng import derive, random_states_kept
 from reconbound.fisher import Private
 from reconbound.training.checkpoint import model_digest, plain_json
 from reconbound.training.rows import record_count
@@ -213,7 +213,7 @@ def record_losses(model: nn.Module, loss_fn: Any, inputs: Any, targets: Any) -> 
     own = {name: value.detach().clone() for name, value in model.state_dict().items()}
     problem = Problem(model, loss_fn, Private("nothing"))
     try:
-        with torch.no_grad(), seeded(0):
+        with torch.no_grad(), random_states_kept(0):
             losses = problem.losses(torch.zeros(record_count(inputs, targets)), inputs, targets, own)
     except Exception:  # errors of the loss or of a record are reported when it is trained on, not here
         return None

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from reconbound._internal.checks import InputError, file_path, warn_user, whole
 from reconbound._internal.formatting import progress_bar
-from reconbound._internal.rng import GUESSABLE, derive, new_seed, seed_warning, seeded
+from reconbound._internal.rng import GUESSABLE, derive, new_seed, random_states_kept, seed_warning
 from reconbound.accounting.accountant import FisherAccountant
 from reconbound.accounting.measurement_plan import Plans
 from reconbound.accounting.spec import checked_counts
@@ -233,7 +233,7 @@ class PrivateSGD:
                 given.warn_of_fresh_parameters()
             while self.run < count:
                 if self.step == 0:
-                    with seeded(derive(self.seed, "initial", self.run)):
+                    with random_states_kept(derive(self.seed, "initial", self.run)):
                         self.initialise(self.model)
                     self._restart()
                 self._train_run(advance)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from reconbound import fisher
 from reconbound._internal.checks import InputError
-from reconbound._internal.opacus_hooks import is_wrapper
+from reconbound._internal.opacus_hooks import network
 from reconbound._internal.rng import derive, random_states_kept, torch_stream
 from reconbound.accounting.accountant import FisherAccountant
 from reconbound.accounting.measurement_plan import Blocks, Plans, Segments, batch_weight
@@ -34,7 +34,7 @@ from reconbound.training.settings import STEPS, Fault, FiniteChecks, Settings, a
 from reconbound.training.static_step import Moment, StaticStep, Summed
 from reconbound.validate import ModelError, check_batch, check_clipping
 from reconbound.validate.model import known_caveats
-from reconbound.validate.private import Problem, as_private, batch_rows, feature_mask, private_part, uncovered_caveats
+from reconbound.validate.private import Problem, as_private, batch_rows, feature_mask, module_caveats, private_part
 
 LossFn = Callable[[Any, Any], Tensor]
 FEW_NUMBERS = 2**22  # in passes that keep no more of them Python takes longer than the arithmetic
@@ -125,7 +125,7 @@ class Measurer:
         self.model, self.loss_fn, self.settings = model, loss_fn, settings
         self.inputs, self.targets = inputs, targets = data
         self.private, self.kept, self.worlds = private, kept, kept.worlds
-        if is_wrapper(model):
+        if network(model) is not model:
             why = "must be the network itself, as before Opacus's make_private: clipping and noise are added here"
             raise InputError("model", why, type(model).__name__)
         self._clip: dict[str, Any] = {"max_grad_norm": settings.max_grad_norm, "clip": settings.clip}
@@ -142,7 +142,7 @@ class Measurer:
         elif check:
             found = check_batch(model, loss_fn, *few, private=private)
         else:
-            found = (*known_caveats(model), *uncovered_caveats(model, loss_fn, few, measured))
+            found = (*known_caveats(model), *module_caveats(Problem(model, loss_fn, measured), few))
         more: tuple[str, ...] = ()
         if check:
             copies = inputs.copies if isinstance(inputs, DatasetRows) else find_copies(inputs, targets)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from reconbound._internal.checks import InputError, file_path, whole
-from reconbound._internal.files import CONFIDENTIAL, Unreadable, refuse_special_files, sealed, unsealed, write_whole
+from reconbound._internal.files import Unreadable, refuse_special_files, unsealed
+from reconbound._internal.large_files import write_sealed
 from reconbound.training.settings import Callback
 
 if TYPE_CHECKING:
@@ -127,9 +128,8 @@ class Recorder(Callback):
         summed = [s for s in sorted(full) if s]
         if summed:
             tensors |= {name: torch.stack([full[s][name] for s in summed]) for name in ("sum", "took")}
-        content = sealed(tensors, {"kind": KIND, "format": FORMAT, "run": run})
         path = self.folder / f"run-{run:04d}-step-{min(full):08d}.safetensors"
-        write_whole(path, content, mode=CONFIDENTIAL)
+        write_sealed(path, tensors, {"kind": KIND, "format": FORMAT, "run": run})
 
     def trajectory(self, run: int = 0) -> Trajectory:
         """Returns what was recorded of a run, as a trajectory of one training.

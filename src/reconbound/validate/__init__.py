@@ -8,26 +8,22 @@ needs no data; `check_batch` adds what a few records of a batch show, and runs t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from reconbound._internal.checks import InputError, warn_user
-from reconbound._internal.opacus_hooks import without_hooks
+from reconbound._internal.opacus_hooks import network, without_hooks
 from reconbound._internal.rng import random_states_kept
 from reconbound.validate import model as models
 from reconbound.validate import watch
-from reconbound.validate.derivatives import (
-    check_derivatives,
-    check_differences,
-    math_attention,
-    place_precisely,
-    without_autocast,
-)
+from reconbound.validate.derivatives import check_derivatives, check_differences, math_attention, place_precisely
 from reconbound.validate.jumps import check_events, check_gaps, check_rounding
 from reconbound.validate.model import KinkWarning, ModelError, ReconboundWarning, check_finite, check_tensors
-from reconbound.validate.private import Private, as_private, uncovered_caveats, warn_uncovered
+from reconbound.validate.private import Private, Problem, as_private, batch_rows, module_caveats
 
 __all__ = [
     "KinkWarning",
@@ -59,7 +55,8 @@ def check_model(model: nn.Module) -> None:
     reconbound.validate.ModelError: module '2' (BatchNorm1d) mixes the records of a batch: ...
     """
     models.check_structure(model)
-    models.warn_kinks(models.kinked_modules(model))
+    if kinks := models.kinked_modules(model):
+        warn_user(KinkWarning(kinks))
 
 
 def check_batch(
@@ -108,27 +105,30 @@ def check_batch(
     reconbound.validate.ModelError: loss_fn must return one loss per record, shape (B,), got a single number: it was
     reduced over the batch, use reduction="none"
     """
-    with without_hooks(model):
-        few, trace = _check_records(model, loss_fn, inputs, targets)
-        with torch.enable_grad(), random_states_kept():
-            check_derivatives(model, loss_fn, few, trace)
-            kinks, chosen = models.kinked_modules(model), None if private is None else as_private(private)
-            with without_autocast():
-                placed = place_precisely(model, loss_fn, few, chosen)
-                kinks = {**check_events(placed, model), **kinks}
-                check_differences(placed, model, trace)
-                check_gaps(placed, model, smooth=not kinks)
-                check_rounding(placed, model, few)
-        _warn_buffers(model, trace)
-        models.warn_kinks(kinks)
-        beside = uncovered_caveats(model, loss_fn, few, chosen)
-        warn_uncovered(beside)
-    found = (*models.kink_caveats(kinks), *beside, *models.precision_caveats(model, trace.dtypes))
-    models.CHECKED[models.network(model)] = found
+    few, trace = check_clipping(model, loss_fn, inputs, targets)
+    chosen = None if private is None else as_private(private)
+    with without_hooks(model), torch.enable_grad(), random_states_kept():
+        check_derivatives(model, loss_fn, few, trace)
+        autocast = partial(torch.autocast, enabled=False)  # differences of numbers that it rounds prove nothing
+        with autocast("cpu"), autocast("cuda"):
+            placed = place_precisely(model, loss_fn, few, chosen)
+            kinks = {**check_events(placed), **models.kinked_modules(model)}
+            check_differences(placed, trace)
+            check_gaps(placed, smooth=not kinks)
+            check_rounding(placed, few)
+        beside = () if chosen is None else module_caveats(Problem(model, loss_fn, chosen), few)
+    if kinks:
+        warn_user(KinkWarning(kinks))
+    uncovered = [caveat for caveat in beside if caveat.startswith("not covered")]
+    if uncovered:
+        why = "freeze it (requires_grad_(False)), or read the floors as for an attacker who does not look there"
+        warn_user(f"floors do not cover all that is released, {'; '.join(uncovered)}: {why}", ReconboundWarning)
+    found = models.model_caveats(model, kinks, beside, trace.dtypes)
+    models.CHECKED[network(model)] = found
     return found
 
 
-def check_clipping(model: nn.Module, loss_fn: watch.LossFn, inputs: Any, targets: Any) -> None:
+def check_clipping(model: nn.Module, loss_fn: watch.LossFn, inputs: Any, targets: Any) -> tuple[Any, watch.Trace]:
     """Checks what clipping needs, without derivatives by the record: kinks, tokens and categories are fine.
 
     Args:
@@ -137,30 +137,23 @@ def check_clipping(model: nn.Module, loss_fn: watch.LossFn, inputs: Any, targets
         inputs: as in `check_batch`.
         targets: as in `check_batch`.
 
+    Returns:
+        A few of the records, and a watched run on them.
+
     Raises:
         ModelError: as `check_batch` does for the structure of the model, values that are not finite, a reduced loss,
             two runs that differ, and records that depend on each other.
     """
     with without_hooks(model):
-        _warn_buffers(model, _check_records(model, loss_fn, inputs, targets)[1])
-
-
-def _check_records(model: nn.Module, loss_fn: watch.LossFn, inputs: Any, targets: Any) -> tuple[Any, watch.Trace]:
-    """Checks structure, values and the independence of records; returns a few records and a run on them."""
-    models.check_structure(model)
-    records = check_tensors(model, inputs, targets)
-    if records == 0:
-        raise InputError("inputs", "must have at least one record", "none")
-    check_finite(inputs, targets)
-    few = watch.rows((inputs, targets), [i % records for i in range(watch.PROBE_RECORDS)])
-    with torch.enable_grad(), random_states_kept():
-        trace = watch.run(model, loss_fn, *few)
-        watch.check_randomness(model, trace, watch.run(model, loss_fn, *few))
-        watch.check_coupling(model, loss_fn, few, trace)
-    return few, trace
-
-
-def _warn_buffers(model: nn.Module, trace: watch.Trace) -> None:
+        models.check_structure(model)
+        records = check_tensors(model, inputs, targets)
+        if records == 0:
+            raise InputError("inputs", "must have at least one record", "none")
+        check_finite(inputs, targets)
+        some = batch_rows((inputs, targets), [i % records for i in range(watch.PROBE_RECORDS)])
+        few = tree_map(watch.converted, some)
+        with torch.enable_grad(), random_states_kept():
+            trace = watch.check_independence(model, loss_fn, few)
     changed = [name for name, b in model.named_buffers() if not torch.equal(b, trace.buffers[name])]
     if changed:
         warn_user(
@@ -168,3 +161,4 @@ def _warn_buffers(model: nn.Module, trace: watch.Trace) -> None:
             "without noise; freeze them (eval mode) or leave them out of the released model",
             ReconboundWarning,
         )
+    return few, trace

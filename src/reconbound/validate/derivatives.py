@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -18,10 +19,15 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from reconbound._internal.checks import warn_user
 from reconbound.validate import model as models
-from reconbound.validate.private import Private, Problem, feature_mask, private_part, twice_differentiable
-from reconbound.validate.watch import LossFn, Trace, arguments, call_with, first_line, in_place_error, leaf, run
+from reconbound.validate.private import Private, Problem, feature_mask, private_part
+from reconbound.validate.watch import Call, LossFn, Trace, call_with, converted, first_line, in_place_error, run
 
 _SHAKEN = 0.05  # how far parameters are moved, so that what an initial zero hides is seen
+_SEGMENTS = 3  # random directions in which the private part is moved, besides towards the other records
+_FAR = 2.0  # how far, in units of its spread
+
+#: A function of z: its values, of each record or of all together, and the tensors that their gradient is taken in.
+Function = Callable[[list[Tensor]], tuple[Tensor, list[Tensor]]]
 
 
 class Placed:
@@ -37,7 +43,7 @@ class Placed:
 
     Attributes:
         z: the private part, one tensor or (private=None) one for each input; empty where all inputs are tokens.
-        features: the chosen features as 0 and 1, for each tensor of z; None: all.
+        features: the chosen features as 0 and 1, for each tensor of z; 1.0: all.
         params: the trained parameters, by name.
         largest_output: the largest absolute value among the outputs of the last call of `losses`.
     """
@@ -61,47 +67,79 @@ class Placed:
             if shaken:
                 p += _SHAKEN * (p.abs().mean() + _SHAKEN) * drawn_like(p, generator)
             p.requires_grad_()
-        if self.private is None:
-            self.z: list[Tensor] = [x for x in tree_leaves(self.inputs) if _is_float(x)]
-            self.features: list[Tensor | None] = [None] * len(self.z)
-        else:
-            part = converted(private_part(Problem(model, loss_fn, self.private), *few), dtype)
-            self.z, self.features = [part], [feature_mask(self.private, part)]
+        self._problem = Problem(model, loss_fn, Private("nothing") if private is None else private)
+        self._part = converted(private_part(self._problem, *few), dtype)
+        leaves = tree_leaves(self.inputs)
+        self._moving = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
+        self.z: list[Tensor] = [leaves[i] for i in self._moving] if private is None else [self._part]
+        mask = None if private is None else feature_mask(private, self._part)
+        self.features: list[Tensor | float] = [1.0 if mask is None else mask for _ in self.z]
         self.largest_output = 0.0
 
     def losses(self, z: list[Tensor]) -> Tensor:
         """Returns the loss of each record with z in the place of the private part, (B,)."""
         fresh = {name: t if t.requires_grad else t.clone() for name, t in self.state.items()}
+        part, inputs = self._part if self.private is None else z[0], self.inputs
+        if self.private is None:
+            leaves, structure = tree_flatten(inputs)
+            moved = dict(zip(self._moving, z, strict=True))
+            inputs = tree_unflatten([moved.get(i, x) for i, x in enumerate(leaves)], structure)
         with _Wide() if self.dtype == torch.float64 else nullcontext():  # type: ignore[no-untyped-call]
-            if self.private is not None:
-                problem = Problem(self.model, self.loss_fn, self.private)
-                losses, outputs = problem.losses_and_outputs(z[0], self.inputs, self.targets, fresh)
-                self.largest_output = _largest(outputs)
-                return losses
-            leaves, structure = tree_flatten(self.inputs)
-            moved = iter(z)
-            inputs = tree_unflatten([next(moved) if _is_float(x) else x for x in leaves], structure)
-            with twice_differentiable():
-                outputs = call_with(self.model, fresh, *arguments(inputs))
-                self.largest_output = _largest(outputs)
-                return self.loss_fn(outputs, self.targets)
+            losses, outputs = self._problem.losses_and_outputs(part, inputs, self.targets, fresh)
+        floats = [x.detach() for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.is_floating_point()]
+        numbers = [x.abs().nan_to_num(0.0, 0.0, 0.0).max() for x in floats if x.numel()]  # infinite ones count as 0
+        self.largest_output = max(map(float, numbers), default=0.0)
+        return losses
 
-    def chosen(self, v: list[Tensor]) -> list[Tensor]:
-        """Returns a direction of the private part, with zeros in the features that are not private."""
-        return [x if mask is None else x * mask for x, mask in zip(v, self.features, strict=True)]
+    def moves(self) -> list[list[Tensor]]:
+        """Returns directions of the private part, far enough to pass jumps; none where all inputs are tokens.
 
-    def noise(self, generator: torch.Generator) -> list[Tensor]:
-        """Returns a random direction of the private part, of the size of its values' spread."""
-        sizes = [x.std() if x.numel() > 1 else x.abs().sum() for x in self.z]
-        return self.chosen(
-            [(s + 1e-3 * x.abs().mean() + 1e-3) * drawn_like(x, generator) for s, x in zip(sizes, self.z, strict=True)]
-        )
+        The first leads to the private part of the record before, the others are random, of the size of its spread.
+        Features that are not private do not move.
+        """
+        if not self.z:
+            return []
+        generator = torch.Generator().manual_seed(2)
+        spread = [x.std() if x.numel() > 1 else x.abs().sum() for x in self.z]
+        sizes = [_FAR * (s + 1e-3 * x.abs().mean() + 1e-3) for s, x in zip(spread, self.z, strict=True)]
+        found = [[x.roll(1, 0) - x for x in self.z]]
+        for _ in range(_SEGMENTS):
+            found.append([s * drawn_like(x, generator) for s, x in zip(sizes, self.z, strict=True)])
+        return [[f * d for f, d in zip(self.features, v, strict=True)] for v in found]
 
 
-def _largest(outputs: Any) -> float:
-    """Returns the largest absolute value in a tree of outputs; infinite values count as 0."""
-    numbers = [x.detach().abs() for x in tree_leaves(outputs) if _is_float(x) and x.numel()]
-    return max((float(x.nan_to_num(0.0, 0.0, 0.0).max()) for x in numbers), default=0.0)
+def along(
+    function: Function,
+    z: list[Tensor],
+    v: list[Tensor],
+    t: Tensor | float,
+    weights: Sequence[Tensor] | None = None,
+    *,
+    sloped: bool = True,
+) -> Tensor:
+    """Returns the values of a function at z + t·v and their derivatives by t, (2, B), in float64 on the CPU.
+
+    Args:
+        function: of z.
+        z: a point.
+        v: a direction.
+        t: how far, one number, or one for each record, (B,).
+        weights: where given, the value is one number: the component of the gradient along these.
+        sloped: whether the derivatives are wanted; otherwise they are zeros.
+    """
+    far = [t if isinstance(t, float) else t.to(x).reshape(-1, *(1,) * (x.dim() - 1)) for x in z]
+    moved = [(x + s * d).requires_grad_() for x, s, d in zip(z, far, v, strict=True)]
+    with torch.enable_grad():
+        values, tensors = function(moved)
+        if weights is not None:
+            gradient = torch.autograd.grad(values.sum(), tensors, create_graph=True, materialize_grads=True)
+            values = torch.stack([(g * w).sum() for g, w in zip(gradient, weights, strict=True)]).sum()[None]
+        known = sloped and values.requires_grad
+        slopes = torch.autograd.grad(values.sum(), moved, materialize_grads=True) if known else ()
+    slope = torch.zeros_like(values)
+    for s, d in zip(slopes, v, strict=False):
+        slope = slope + (s * d).reshape(len(slope), s.numel() // len(slope)).sum(1).to(slope)
+    return torch.stack([values.detach().double(), slope.detach().double()]).cpu()
 
 
 class _Wide(TorchDispatchMode):
@@ -140,27 +178,9 @@ def place_precisely(model: nn.Module, loss_fn: LossFn, few: Any, private: Privat
     return placed
 
 
-@contextmanager
-def without_autocast() -> Iterator[None]:
-    """Switches autocast off: differences of numbers rounded to half precision prove nothing."""
-    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-        yield
-
-
-def converted(x: Any, dtype: torch.dtype | None) -> Any:
-    """Returns a detached copy of a tensor, floating-point ones in this precision; anything else unchanged."""
-    if not isinstance(x, Tensor):
-        return x
-    return x.detach().to(dtype or x.dtype, copy=True) if x.is_floating_point() else x.detach().clone()
-
-
 def drawn_like(x: Tensor, generator: torch.Generator) -> Tensor:
     """Returns standard normal numbers of x's shape, precision and device, from a generator on the CPU."""
     return torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
-
-
-def _is_float(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 _BESIDE = (0.1, 0.003)  # how far from the records, which may lie on kinks: pixels of 0, ties of a maximum
@@ -194,7 +214,7 @@ def check_derivatives(model: nn.Module, loss_fn: LossFn, few: Any, trace: Trace)
         if "inplace" in str(error):
             raise in_place_error(model, trace.in_place, error) from error
         if trace.attention and _works_with_math_attention(model, loss_fn, few):
-            places = ", ".join(models.place(path) for path in trace.attention)
+            places = ", ".join(models.label(None, path) for path in trace.attention)
             warn_user(
                 f"the attention kernel of {places} has no second derivative: run under "
                 "reconbound.validate.math_attention(), which switches to the plain formula",
@@ -239,19 +259,18 @@ def _any_grad(tree: Any) -> bool:
     return any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(tree))
 
 
-def _innermost_first(trace: Trace) -> list[tuple[str, Any, Any]]:
+def _innermost_first(trace: Trace) -> list[tuple[str, Call, Any]]:
     return sorted(trace.calls, key=lambda call: -len(call[0].split(".")) if call[0] else 0)
 
 
 def _culprit(model: nn.Module, trace: Trace) -> str:
     """Returns the innermost module that fails by itself, on the inputs that it was given; otherwise the model."""
-    for path, (args, kwargs), _ in _innermost_first(trace):
-        module = model.get_submodule(path)
-        args, kwargs = tree_map(leaf, (args, kwargs))
-        leaves = [x for x in (*tree_leaves((args, kwargs)), *module.parameters()) if _any_grad(x)]
+    for path, given, _ in _innermost_first(trace):
+        module, own = model.get_submodule(path), tree_map(partial(converted, leaf=True), given)
+        leaves = [x for x in (*tree_leaves(own), *module.parameters()) if _any_grad(x)]
         buffers = {name: b.clone() for name, b in module.named_buffers()}
         try:
-            outputs = [y for y in tree_leaves(call_with(module, buffers, args, kwargs)) if _any_grad(y)]
+            outputs = [y for y in tree_leaves(call_with(module, own, buffers)) if _any_grad(y)]
             first = torch.autograd.grad([(y * y).sum() for y in outputs], leaves, create_graph=True, allow_unused=True)
             torch.autograd.grad([(g * g).sum() for g in first if _any_grad(g)], leaves, allow_unused=True)
         except (RuntimeError, ValueError):  # torch says ValueError where there is nothing to differentiate
@@ -259,19 +278,18 @@ def _culprit(model: nn.Module, trace: Trace) -> str:
     return ""
 
 
-def check_differences(placed: Placed, model: nn.Module, trace: Trace) -> None:
+def check_differences(placed: Placed, trace: Trace) -> None:
     """Refuses models whose gradient changes with the private part in a way that autograd's derivative does not show.
 
     Args:
         placed: a few records, in the precision to compute in.
-        model: the model.
         trace: a watched run, from which the module at fault is found.
 
     Raises:
         ModelError: differences of the gradient converge to something else than its derivative.
     """
-    params = list(placed.params.values())
-    if not placed.z or not _misses(lambda z: (placed.losses(z).sum(), params), placed.z, placed.chosen):
+    model, params = placed.model, list(placed.params.values())
+    if not placed.z or not _misses(lambda z: (placed.losses(z), params), placed.z, placed.features):
         return
     with math_attention():
         calls = ((path, model.get_submodule(path), given) for path, given, _ in _innermost_first(trace))
@@ -283,65 +301,49 @@ def check_differences(placed: Placed, model: nn.Module, trace: Trace) -> None:
     )
 
 
-def _misses(
-    function: Callable[[list[Tensor]], tuple[Tensor, list[Tensor]]],
-    z: list[Tensor],
-    chosen: Callable[[list[Tensor]], list[Tensor]],
-) -> bool:
+def _misses(function: Function, z: list[Tensor], features: Sequence[Tensor | float]) -> bool:
     """Returns whether, near z, differences of a gradient converge to something other than its derivative.
 
     Differences across a kink change with their step and prove nothing; other points and smaller steps are then taken.
 
     Args:
-        function: of z: a number, and what its gradient is taken in.
+        function: of z, with what its gradient is taken in.
         z: the point; others are chosen near it.
-        chosen: sets the features that do not move to zero in a direction.
+        features: those that move, as 0 and 1; 1.0: all.
     """
     generator = torch.Generator().manual_seed(4)
-    sizes = [x.abs().mean() + 1e-3 for x in z]
+    sizes = [f * (x.abs().mean() + 1e-3) for f, x in zip(features, z, strict=True)]
     for distance in _BESIDE:
         pair = [[s * drawn_like(x, generator) for s, x in zip(sizes, z, strict=True)] for _ in range(2)]
-        beside, direction = map(chosen, pair)
-        base = [x + distance * b for x, b in zip(z, beside, strict=True)]
+        base = [(x + distance * b).requires_grad_() for x, b in zip(z, pair[0], strict=True)]
         try:
-            if _misses_at(function, base, direction, generator):
+            weights = [drawn_like(x, generator) for x in function(base)[1]]
+            if _misses_at(function, base, pair[1], weights):
                 return True
         except (RuntimeError, ValueError):  # ValueError: nothing to differentiate
             return False
     return False
 
 
-def _misses_at(
-    function: Callable[[list[Tensor]], tuple[Tensor, list[Tensor]]],
-    base: list[Tensor],
-    direction: list[Tensor],
-    generator: torch.Generator,
-) -> bool:
+def _misses_at(function: Function, base: list[Tensor], direction: list[Tensor], weights: Sequence[Tensor]) -> bool:
+    """Returns whether differences of the gradient's component along the weights converge to another derivative."""
     exact = all(x.dtype == torch.float64 for x in base)
     steps, allowed, rounding = ((1e-5, 1e-6, 1e-7), 1e-3, 1e-8) if exact else ((1e-2, 3e-3, 1e-3), 0.05, 0.01)
-    weights: list[Tensor] = []  # a random direction of what the gradient is taken in
-
-    def component(size: float) -> tuple[Tensor, list[Tensor]]:
-        moved = [(x + size * v).requires_grad_() for x, v in zip(base, direction, strict=True)]
-        gradient = torch.autograd.grad(*function(moved), create_graph=True, materialize_grads=True)
-        weights.extend(drawn_like(g, generator) for g in gradient[len(weights) :])
-        return torch.stack([(g * w).sum() for g, w in zip(gradient, weights, strict=True)]).sum(), moved
+    here, derivative = map(float, along(function, base, direction, 0.0, weights))
 
     def close(a: float, b: float) -> bool:
-        return abs(a - b) <= allowed * max(abs(a), abs(b)) + rounding * abs(float(here.detach()))
+        return abs(a - b) <= allowed * max(abs(a), abs(b)) + rounding * abs(here)
 
-    here, moved = component(0.0)
-    second = torch.autograd.grad(here, moved, materialize_grads=True)
-    derivative = sum(float((g * v).sum()) for g, v in zip(second, direction, strict=True))
     found: list[float] = []
     for step in steps:
-        found.append(float((component(step)[0] - component(-step)[0]).detach()) / (2 * step))
+        ahead, behind = (along(function, base, direction, t, weights, sloped=False)[0] for t in (step, -step))
+        found.append(float(ahead - behind) / (2 * step))
         if close(found[-1], derivative):
             return False
     return any(close(a, b) for a, b in pairwise(found))
 
 
-def _module_misses(module: nn.Module, given: Any, dtype: torch.dtype) -> bool:
+def _module_misses(module: nn.Module, given: Call, dtype: torch.dtype) -> bool:
     """Does the same as `_misses` for one module, on the inputs that it was given, in its parameters and inputs."""
     own = dtype if dtype == torch.float64 else None
     state = {name: converted(t, own) for name, t in (*module.named_parameters(), *module.named_buffers())}
@@ -349,14 +351,14 @@ def _module_misses(module: nn.Module, given: Any, dtype: torch.dtype) -> bool:
     leaves, structure = tree_flatten(tree_map(lambda x: converted(x, own), given))
     moving = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
 
-    def square(z: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def squares(z: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         moved = dict(zip(moving, z, strict=True))
-        args, kwargs = tree_unflatten([moved.get(i, x) for i, x in enumerate(leaves)], structure)
+        call = tree_unflatten([moved.get(i, x) for i, x in enumerate(leaves)], structure)
         fresh = {name: t if t.requires_grad else t.clone() for name, t in state.items()}
-        outputs = [y for y in tree_leaves(call_with(module, fresh, args, kwargs)) if _any_grad(y)]
-        return torch.stack([(y * y).sum() for y in outputs]).sum(), [*params, *z]
+        outputs = [y for y in tree_leaves(call_with(module, call, fresh)) if _any_grad(y)]
+        return torch.stack([(y * y).sum() for y in outputs]), [*params, *z]
 
-    return bool(moving) and _misses(square, [leaves[i] for i in moving], lambda v: v)
+    return bool(moving) and _misses(squares, [leaves[i] for i in moving], [1.0] * len(moving))
 
 
 def _works_with_math_attention(model: nn.Module, loss_fn: LossFn, few: Any) -> bool:

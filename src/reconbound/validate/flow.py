@@ -8,18 +8,17 @@ each jump has a mark of its own, and counts where its mark arrives at the losses
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from reconbound.validate.derivatives import Placed
 from reconbound.validate.model import OPERATIONS
-from reconbound.validate.watch import Trace, recorded_calls
+from reconbound.validate.watch import Trace, Watch, recorded_calls
 
 _PRIVATE = 0  # the mark of the private part; events have those from 1 on
 
@@ -43,83 +42,76 @@ class Event:
     reaches: bool = False
 
 
-class _Flow(TorchDispatchMode):
-    def __init__(self, trace: Trace, sources: Sequence[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.trace = trace
-        self.events: list[Event] = []
-        self.marks: dict[int, set[int]] = {}
-        self.alive: list[Tensor] = []  # so that no memory block is used again for something else
-        for source in sources:
-            self._mark(source, {_PRIVATE})
+@dataclass
+class _Marked(Trace):
+    """A watched run with the marks of each memory block, and what they stand for: `events[m - 1]` has the mark m."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        marks: set[int] = set()
-        for x in given:
-            marks |= self._passed_on(x)
-        output = func(*args, **kwargs)
-        if _PRIVATE not in marks:
-            return output
-        name = func._overloadpacket.__name__.removesuffix("_")
-        outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
-        own: dict[int, set[int]] = {}
-        floats = [x for x in given if x.is_floating_point() and _PRIVATE in self.of(x)]
-        if floats:
-            for x, part in flat_parts(name, args, kwargs, output):
-                what = f"a cast to {x.dtype}" if name == "_to_copy" else name
-                own.setdefault(id(x), set()).add(self._note(what, part.detach().clone(), floats))
-            if is_kinked(name, args, kwargs):
-                number = self._note(name, None, floats)
-                for x in outputs:
-                    if x.is_floating_point():
-                        own.setdefault(id(x), set()).add(number)
-        for x in (*outputs, *_written(func, args, kwargs)):
-            self._mark(x, marks | own.get(id(x), set()))
-        return output
+    events: list[Event] = field(default_factory=list)
+    marks: dict[int, set[int]] = field(default_factory=dict)
+    alive: list[Tensor] = field(default_factory=list)  # so that no memory block is used again for something else
 
     def of(self, x: Tensor) -> set[int]:
         """Returns the marks of a tensor's memory."""
         return self.marks.get(x.untyped_storage()._cdata, set())
 
-    def _passed_on(self, x: Tensor) -> set[int]:
-        """Returns the marks that results of x take over.
-
-        A kink counts along paths with derivatives. For detached paths the differences of the gradient show whether they
-        matter.
-        """
-        marks = self.of(x)
-        if x.requires_grad:
-            return marks
-        return {m for m in marks if m == _PRIVATE or self.events[m - 1].part is not None}
-
-    def _mark(self, x: Tensor, marks: set[int]) -> None:
+    def add(self, x: Tensor, marks: set[int]) -> None:
+        """Marks a tensor's memory."""
         self.alive.append(x)
         self.marks[x.untyped_storage()._cdata] = self.of(x) | marks
 
-    def _note(self, name: str, part: Tensor | None, given: list[Tensor]) -> int:
-        self.events.append(Event(name, self.trace.here, part, [x.detach().clone() for x in given]))
-        return len(self.events)
+
+class _Flow(Watch):
+    """A mode that marks whatever is computed from marked memory."""
+
+    trace: _Marked
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, trace = kwargs or {}, self.trace
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        marks: set[int] = set()
+        for x in given:  # a kink counts along paths with derivatives: `check_differences` shows what detached ones hide
+            own = trace.of(x)
+            marks |= {m for m in own if x.requires_grad or m == _PRIVATE or trace.events[m - 1].part is not None}
+        output = func(*args, **kwargs)
+        if _PRIVATE not in marks:
+            return output
+        name = func._overloadpacket.__name__.removesuffix("_")
+        outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
+        floats = [x for x in given if x.is_floating_point() and _PRIVATE in trace.of(x)]
+        events: list[tuple[str, Tensor | None, list[Tensor]]] = []  # what, the part that jumps, the outputs
+        if floats:
+            for x, part in flat_parts(name, args, kwargs, output):
+                events.append((f"a cast to {x.dtype}" if name == "_to_copy" else name, part.detach().clone(), [x]))
+            if is_kinked(name, args, kwargs):
+                events.append((name, None, [x for x in outputs if x.is_floating_point()]))
+        added: dict[int, set[int]] = {}
+        for what, jumping, changed in events:
+            trace.events.append(Event(what, trace.stack[-1], jumping, [x.detach().clone() for x in floats]))
+            for x in changed:
+                added.setdefault(id(x), set()).add(len(trace.events))
+        for x in (*outputs, *_written(func, args, kwargs)):
+            trace.add(x, marks | added.get(id(x), set()))
+        return output
 
 
-def observe(placed: Placed, z: list[Tensor], model: nn.Module) -> tuple[list[Event], Tensor]:
+def observe(placed: Placed, v: list[Tensor] | None = None, t: float = 0.0) -> tuple[list[Event], Tensor]:
     """Returns the kinks and jumps that the private part meets in a run, and the losses.
 
     Args:
         placed: the records.
-        z: their private part.
-        model: whose modules the events are named by.
+        v: a direction of their private part.
+        t: how far it is moved in this direction.
     """
-    trace = Trace()
-    z = [x.detach().clone().requires_grad_() for x in z]
-    sources = z or [x for x in tree_leaves(placed.inputs) if isinstance(x, Tensor)]
-    flow = _Flow(trace, sources)
-    with torch.enable_grad(), recorded_calls(model, trace), flow:
+    trace = _Marked()
+    moved = placed.z if v is None else [x + t * d for x, d in zip(placed.z, v, strict=True)]
+    z = [x.detach().clone().requires_grad_() for x in moved]
+    for source in z or [x for x in tree_leaves(placed.inputs) if isinstance(x, Tensor)]:
+        trace.add(source, {_PRIVATE})
+    with torch.enable_grad(), recorded_calls(placed.model, trace), _Flow(trace):
         losses = placed.losses(z)
-    for number in flow.of(losses) - {_PRIVATE}:
-        flow.events[number - 1].reaches = True
-    return flow.events, losses.detach()
+    for number in trace.of(losses) - {_PRIVATE}:
+        trace.events[number - 1].reaches = True
+    return trace.events, losses.detach()
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
@@ -135,6 +127,15 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 _KINKED, _FLAT, COMPARISONS = (frozenset(OPERATIONS[name]) for name in ("kinked", "flat", "comparisons"))
+#: Of operations that jump and are not flat between jumps: what jumps, computed from the arguments.
+_PARTS: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "frac": lambda x, other: x.trunc(),
+    "remainder": lambda x, other: (x / other).floor(),
+    "fmod": lambda x, other: (x / other).trunc(),
+    "hardshrink": lambda x, other: torch.gt(x.abs(), other),
+    "threshold": lambda x, other: torch.gt(x, other),
+}
+_OF_INFINITIES = frozenset({"isnan", "isinf", "isposinf", "isneginf"})
 _NORMS = frozenset({"linalg_vector_norm", "norm", "dist", "cdist", "_cdist_forward"})
 
 
@@ -174,40 +175,17 @@ def flat_parts(name: str, args: Any, kwargs: Any, output: Any) -> list[tuple[Ten
         the quotient, for a shrinkage whether the value is kept.
     """
     outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
-    if _is_about_infinity(name, args):
-        return []
     if name in _FLAT or (name == "div" and kwargs.get("rounding_mode") is not None):
         return [(x, x) for x in outputs]
-    part = _jumping_part(name, args, kwargs)
-    if part is not None:
-        return [(outputs[0], part)]
-    return [(x, x) for x in outputs if not x.is_floating_point() and not x.is_complex()]
-
-
-def _jumping_part(name: str, args: Any, kwargs: Any) -> Tensor | None:
-    x = args[0] if args else None
-    if not isinstance(x, Tensor):
-        return None
-    x = x.detach()
-    other = args[1] if len(args) > 1 else kwargs.get("lambd", 0.5)  # hardshrink's own; the others have no default
-    other = other.detach() if isinstance(other, Tensor) else other
-    parts: dict[str, Callable[[], Tensor]] = {
-        "frac": x.trunc,
-        "remainder": lambda: (x / other).floor(),
-        "fmod": lambda: (x / other).trunc(),
-        "hardshrink": lambda: torch.gt(x.abs(), other),
-        "threshold": lambda: torch.gt(x, other),
-    }
-    return parts[name]() if name in parts else None
-
-
-def _is_about_infinity(name: str, args: Any) -> bool:
-    """Returns whether the operation tests for infinite values or NaN, which never changes for finite values."""
-    if name in ("isnan", "isinf", "isposinf", "isneginf"):
-        return True
-    if name not in COMPARISONS or len(args) < 2:
-        return False
-    first, second = args[:2]
-    if isinstance(second, Tensor) and second.dim() == 0 and second.device.type == "cpu" and second.is_floating_point():
-        second = float(second)
-    return first is second or (isinstance(second, float) and not math.isfinite(second))
+    if name in _PARTS and args and isinstance(args[0], Tensor):
+        x = args[0].detach()
+        other = args[1] if len(args) > 1 else kwargs.get("lambd", 0.5)  # hardshrink's own; the others have no default
+        return [(outputs[0], _PARTS[name](x, other.detach() if isinstance(other, Tensor) else other))]
+    constant = name in _OF_INFINITIES  # the same for all finite values
+    if name in COMPARISONS and len(args) > 1:
+        first, second = args[:2]
+        number = isinstance(second, Tensor) and second.dim() == 0 and second.is_floating_point()
+        if number and second.device.type == "cpu":
+            second = float(second)
+        constant = first is second or (isinstance(second, float) and not math.isfinite(second))
+    return [] if constant else [(x, x) for x in outputs if not x.is_floating_point() and not x.is_complex()]

@@ -9,7 +9,7 @@ model runs in it. `check_rounding` looks for steps that are there in the model's
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,14 +18,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from reconbound._internal.rng import random_states_kept
-from reconbound.validate.derivatives import Placed, place_precisely, without_autocast
+from reconbound.validate.derivatives import Placed, along, drawn_like, place_precisely
 from reconbound.validate.flow import COMPARISONS, Event, observe
 from reconbound.validate.model import ModelError, label
 from reconbound.validate.private import Private
 from reconbound.validate.watch import LossFn, Trace, Watch
 
-_SEGMENTS = 3  # random directions in which the private part is moved, besides towards the other records
-_FAR = 2.0  # how far, in units of its spread
 _SAME = 1e-6  # change of the loss across a jump, relative to its size, that counts as none (float64)
 _PANELS = 6
 _SUSPECT = 0.02  # of the loss's whole variation along a segment
@@ -37,12 +35,11 @@ _FEW = 8  # jumping operations that are followed along two segments; more of the
 _LOOKED: WeakKeyDictionary[nn.Module, list[tuple[Any, Any]]] = WeakKeyDictionary()  # loss and private part
 
 
-def check_events(placed: Placed, model: nn.Module) -> dict[str, str]:
+def check_events(placed: Placed) -> dict[str, str]:
     """Refuses jumps that operations of the model or the loss show.
 
     Args:
         placed: a few records, in the precision to compute in.
-        model: the model.
 
     Returns:
         The kinks: a name of an operation for each module that performs one. A jump of an operation that leaves the
@@ -51,19 +48,22 @@ def check_events(placed: Placed, model: nn.Module) -> dict[str, str]:
     Raises:
         ModelError: the loss jumps with the private part; it names the module and the operation.
     """
-    here, losses = observe(placed, placed.z, model)
+    here, losses = observe(placed)
     if not any(event.reaches for event in here):
         return {}
-    moves = _moves(placed) if placed.z else []
-    ends = [observe(placed, _moved(placed, v, 1.0), model)[0] for v in moves]
+    moves = placed.moves()
+    ends = [observe(placed, v, 1.0)[0] for v in moves]
     found = [(i, e) for i, e in enumerate(here) if e.reaches and _depends(i, e, ends)]
     jumps = [(i, e) for i, e in found if e.part is not None]
     for i, event in jumps:
         flips = [k for k, end in enumerate(ends) if not _alike(i, event, end)][: 2 if len(jumps) <= _FEW else 1]
-        if any(_jumps(placed, model, moves[k], i, event, losses) for k in flips):
-            raise _refused(model, event)
-        if not flips and event.name not in COMPARISONS and placed.z:
-            raise _refused(model, event)
+        unseen = not flips and event.name not in COMPARISONS and placed.z
+        if unseen or any(_jumps(placed, moves[k], i, event, losses) for k in flips):
+            raise ModelError(
+                f"{label(placed.model, event.path)} uses {event.name}, which is not differentiable: it is flat between "
+                "jumps, its derivative says nothing of what it reveals. Replace it by a smooth function, or apply it "
+                "to the data beforehand"
+            )
     kinks: dict[str, str] = {}
     for _, event in found:
         kinks.setdefault(event.path, event.name)
@@ -86,27 +86,18 @@ def check_jumps_once(model: nn.Module, loss_fn: LossFn, few: Any, private: Priva
     done = _LOOKED.setdefault(model, [])
     if any(known is loss_fn and other == key for known, other in done):
         return
-    with torch.enable_grad(), random_states_kept(), without_autocast():
+    autocast = partial(torch.autocast, enabled=False)  # its rounding is not the model's own
+    with torch.enable_grad(), random_states_kept(), autocast("cpu"), autocast("cuda"):
         try:
             placed = place_precisely(model, loss_fn, few, private)
-            check_events(placed, model)
-            check_gaps(placed, model, smooth=False)
-            check_rounding(placed, model, few)
+            check_events(placed)
+            check_gaps(placed, smooth=False)
+            check_rounding(placed, few)
         except ModelError:
             raise
         except (RuntimeError, ValueError, TypeError, IndexError):
             return
     done.append((loss_fn, key))
-
-
-def _moves(placed: Placed) -> list[list[Tensor]]:
-    generator = torch.Generator().manual_seed(2)
-    to_others = placed.chosen([x.roll(1, 0) - x for x in placed.z])  # to the private part of the record before
-    return [to_others, *([_FAR * x for x in placed.noise(generator)] for _ in range(_SEGMENTS))]
-
-
-def _moved(placed: Placed, v: list[Tensor], t: float) -> list[Tensor]:
-    return [x + t * d for x, d in zip(placed.z, v, strict=True)]
 
 
 def _depends(i: int, event: Event, ends: list[list[Event]]) -> bool:
@@ -131,17 +122,17 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool((a == b).all())
 
 
-def _jumps(placed: Placed, model: nn.Module, v: list[Tensor], i: int, event: Event, at_start: Tensor) -> bool:
+def _jumps(placed: Placed, v: list[Tensor], i: int, event: Event, at_start: Tensor) -> bool:
     """Returns whether the losses differ on the two sides of the point where the operation's result changes."""
     low, high, before = 0.0, 1.0, at_start
-    run, after = observe(placed, _moved(placed, v, 1.0), model)
+    run, after = observe(placed, v, 1.0)
     exact = at_start.dtype == torch.float64
     allowed = (_SAME if exact else 1e-3) * (at_start.abs() + 1e-3)
     for _ in range(36 if exact else 20):
         if bool(((after - before).abs() <= allowed).all()):
             return False
         middle = (low + high) / 2
-        run, losses = observe(placed, _moved(placed, v, middle), model)
+        run, losses = observe(placed, v, middle)
         if _alike(i, event, run):
             low, before = middle, losses
         else:
@@ -149,52 +140,34 @@ def _jumps(placed: Placed, model: nn.Module, v: list[Tensor], i: int, event: Eve
     return bool(((after - before).abs() > allowed).any())
 
 
-def _refused(model: nn.Module, event: Event) -> ModelError:
-    return ModelError(
-        f"{label(model, event.path)} uses {event.name}, which is not differentiable: it is flat between jumps, its "
-        "derivative says nothing of what it reveals. Replace it by a smooth function, or apply it to the data "
-        "beforehand"
-    )
-
-
-def check_gaps(placed: Placed, model: nn.Module, *, smooth: bool) -> None:
+def check_gaps(placed: Placed, *, smooth: bool) -> None:
     """Refuses jumps of the loss, and of a smooth model's gradient, that no operation shows.
 
     Args:
         placed: a few records, in the precision to compute in.
-        model: the model.
         smooth: no kinks are known; the gradient, which jumps at every kink, is then searched as well.
 
     Raises:
         ModelError: the loss or its gradient jumps with the private part.
     """
-    if not placed.z:
-        return
-    generator = torch.Generator().manual_seed(3)
-    weights = [torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p) for p in placed.params.values()]
-
-    def component(z: list[Tensor]) -> Tensor:
-        params = list(placed.params.values())
-        own = torch.autograd.grad(placed.losses(z).sum(), params, create_graph=True, materialize_grads=True)
-        return torch.stack([(g * w).sum() for g, w in zip(own, weights, strict=True)]).sum()[None]
-
-    for k, v in enumerate(_moves(placed)[:2]):
-        for what, function, cause in (("loss", placed.losses, _STEPS), ("gradient", component, _BACKWARD)):
-            if (what == "loss" or (smooth and k == 1)) and _has_gap(function, placed, v):
+    generator, params = torch.Generator().manual_seed(3), list(placed.params.values())
+    weights = [drawn_like(p, generator) for p in params]
+    for k, v in enumerate(placed.moves()[:2]):
+        for what, own, cause in (("loss", None, _STEPS), ("gradient", weights, _BACKWARD)):
+            if (own is None or (smooth and k == 1)) and _has_gap(placed, v, own):
                 raise ModelError(
-                    f"the {what} of {type(model).__name__} jumps with the private part, where its derivative shows "
-                    f"nothing: information would be missed. Look for {cause}"
+                    f"the {what} of {type(placed.model).__name__} jumps with the private part, where its derivative "
+                    f"shows nothing: information would be missed. Look for {cause}"
                 )
 
 
-def check_rounding(placed: Placed, model: nn.Module, few: Any) -> None:
+def check_rounding(placed: Placed, few: Any) -> None:
     """Refuses losses that rounding decides: steps in the model's precision that are not there in float64.
 
     x − ((x + 1.5 · 2²³) − 1.5 · 2²³), for one, is 0 in float64 and the distance to a whole number in float32.
 
     Args:
         placed: a few records; nothing is compared unless they are in float64.
-        model: the model.
         few: the same records as they were given.
 
     Raises:
@@ -202,11 +175,12 @@ def check_rounding(placed: Placed, model: nn.Module, few: Any) -> None:
     """
     if placed.dtype != torch.float64:
         return
-    own, wide = (Placed(model, placed.loss_fn, few, placed.private, dtype=dtype) for dtype in (None, torch.float64))
+    given = (placed.model, placed.loss_fn, few, placed.private)
+    own, wide = (Placed(*given, dtype=dtype) for dtype in (None, torch.float64))
     computed = Trace()
     found, exact = [], []
-    for v in [[torch.zeros_like(x) for x in wide.z], *(_moves(wide) if wide.z else [])]:
-        z = [x.to(other) for x, other in zip(_moved(wide, v, 1.0), own.z, strict=True)]
+    for v in [[torch.zeros_like(x) for x in wide.z], *wide.moves()]:
+        z = [(x + d).to(other) for x, d, other in zip(wide.z, v, own.z, strict=True)]
         with Watch(computed):
             found.append(own.losses(z).detach().double())
         exact.append(wide.losses([x.double() for x in z]).detach())
@@ -219,32 +193,20 @@ def check_rounding(placed: Placed, model: nn.Module, few: Any) -> None:
     if off > max(_ROUNDED[dtype] for dtype in rough):
         kind = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in rough))
         raise ModelError(
-            f"the loss of {type(model).__name__} differs by {off:.1%} from the one in float64: in {kind} rounding "
-            "decides over it, and no derivative shows what that reveals. Use float64, or scale what is large"
+            f"the loss of {type(placed.model).__name__} differs by {off:.1%} from the one in float64: in {kind} "
+            "rounding decides over it, and no derivative shows what that reveals. Use float64, or scale what is large"
         )
 
 
-def _has_gap(function: Callable[[list[Tensor]], Tensor], placed: Placed, v: list[Tensor]) -> bool:
-    """Returns whether a function of each record's private part, or of all of them, jumps along a segment.
+def _has_gap(placed: Placed, v: list[Tensor], weights: list[Tensor] | None) -> bool:
+    """Returns whether the losses jump along a segment, or the component of their gradient along the weights.
 
     With the value f and the slope f' at both ends of an interval of length h, f(b) − f(a) − h (f'(a) + f'(b))/2 is
     of order h³ where f is smooth, of order h at a kink, and J at a jump of size J. The halves with the larger gap are
     followed; what is left when they have no length is a jump.
     """
-
-    def look(t: Tensor) -> Tensor:
-        z = [
-            (x + t.to(x).expand(len(x)).reshape(-1, *(1,) * (x.dim() - 1)) * d).requires_grad_()
-            for x, d in zip(placed.z, v, strict=True)
-        ]
-        with torch.enable_grad():
-            values = function(z)
-            slopes = torch.autograd.grad(values.sum(), z, allow_unused=True) if values.requires_grad else []
-        along = [(s * d).flatten(1).sum(1) for s, d in zip(slopes, v, strict=False) if s is not None]
-        slope = torch.stack(along).sum(0) if along else torch.zeros_like(values)
-        slope = slope if len(values) > 1 else slope.sum()[None]
-        return torch.stack([values.detach().double(), slope.detach().double()]).cpu()
-
+    params = list(placed.params.values())
+    look = partial(along, lambda z: (placed.losses(z), params), placed.z, v, weights=weights)
     seen = torch.stack([look(torch.full((1,), k / _PANELS, dtype=torch.float64)) for k in range(_PANELS + 1)])
     values, slopes = seen.unbind(1)
     change, integral = values.diff(dim=0), (slopes[1:] + slopes[:-1]) / (2 * _PANELS)

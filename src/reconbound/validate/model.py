@@ -18,10 +18,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._pytree import tree_flatten_with_path
 
-from reconbound._internal.checks import InputError, warn_user
-from reconbound._internal.opacus_hooks import by_opacus, is_wrapper
-
-_SMOOTH = "replace them by smooth ones: tanh or GELU for the activation, average pooling for max pooling"
+from reconbound._internal.checks import InputError
+from reconbound._internal.opacus_hooks import by_opacus, network
 
 #: Names of PyTorch's operations and modules that have kinks, are flat between jumps, or compare.
 OPERATIONS: dict[str, list[str]] = json.loads((files("reconbound.validate") / "operations.json").read_text("utf-8"))
@@ -55,21 +53,25 @@ class ReconboundWarning(UserWarning):
 class KinkWarning(ReconboundWarning):
     """Warns that the gradient jumps with the input in `places`: floors of single records are not proved."""
 
-    def __init__(self, message: str, places: str) -> None:
-        super().__init__(message)
-        self.places = places
+    def __init__(self, kinks: Mapping[str, str]) -> None:
+        self.places = ", ".join(f"{label(None, path)} ({what})" for path, what in kinks.items())
+        super().__init__(
+            f"kinks in {self.places}: the gradient jumps with the input there, the Fisher information does not count "
+            "the jumps, and the error floors are not proved; replace them by smooth ones: tanh or GELU for the "
+            "activation, average pooling for max pooling"
+        )
 
 
 for _own in (ModelError, ReconboundWarning, KinkWarning):
     _own.__module__ = "reconbound.validate"  # where they are to be imported from
 
 
-def place(path: str) -> str:
-    return path if path == LOSS else f"module '{path}'" if path else "the model's own forward"
-
-
-def label(model: nn.Module, path: str) -> str:
-    return path if path == LOSS else f"{place(path)} ({type(model.get_submodule(path)).__name__})"
+def label(model: nn.Module | None, path: str) -> str:
+    """Returns what messages call a module, with its class where the model is given."""
+    if path == LOSS:
+        return path
+    place = f"module '{path}'" if path else "the model's own forward"
+    return place if model is None else f"{place} ({type(model.get_submodule(path)).__name__})"
 
 
 def is_about_checkpointing(error: BaseException) -> bool:
@@ -83,6 +85,10 @@ def check_module(model: Any) -> None:
 
 
 def check_structure(model: nn.Module) -> None:
+    """Refuses a model without finite parameters to train, and modules that no record's gradient goes with.
+
+    Those are: hooks on gradients, statistics of the batch, dropout.
+    """
     check_module(model)
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not trainable:
@@ -90,93 +96,101 @@ def check_structure(model: nn.Module) -> None:
     for name, p in trainable:
         if not bool(torch.isfinite(p).all()):
             raise ModelError(f"parameter '{name}' is not finite: training has diverged, or the checkpoint is damaged")
-    _check_hooks(model, dict(trainable))
+        if how := _gradient_hook(p, _PARAMETER_HOOKS):
+            raise _hook_error(f"parameter '{name}'", how)
+    if how := _gradient_hook(torch_module, _COMMON_HOOKS):
+        raise _hook_error("every module", how)
     for path, module in model.named_modules():
-        if _uses_batch_statistics(module):
+        if how := _gradient_hook(module, _MODULE_HOOKS):
+            raise _hook_error(label(model, path), how)
+        batch_norm = isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+        if batch_norm or (isinstance(module, _InstanceNorm) and module.training and module.track_running_stats):
             raise ModelError(
                 f"{label(model, path)} mixes the records of a batch: its statistics are taken over them, so that no "
                 "loss belongs to one record. Use nn.GroupNorm (or nn.LayerNorm), or, with statistics from public "
                 "data, eval mode"
             )
-        if _drops_at_random(module):
+        drops = (
+            isinstance(module, nn.RReLU)
+            or (isinstance(module, _DropoutNd) and module.p > 0)
+            or (isinstance(module, nn.RNNBase) and module.dropout > 0 and module.num_layers > 1)
+            or (isinstance(module, nn.MultiheadAttention) and module.dropout > 0)
+        )
+        if module.training and drops:
             raise ModelError(
                 f"{label(model, path)} drops values at random: call .eval() on it or set its rate to 0 (the noise "
                 "that protects is the one on the gradient)"
             )
 
 
-def _check_hooks(model: nn.Module, trainable: Mapping[str, nn.Parameter]) -> None:
-    """Refuses hooks on gradients.
+_PARAMETER_HOOKS = {
+    "_backward_hooks": "register_hook",
+    "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
+}
+_MODULE_HOOKS = {
+    "_backward_hooks": "register_full_backward_hook",
+    "_backward_pre_hooks": "register_full_backward_pre_hook",
+}
+_COMMON_HOOKS = {
+    "_global_backward_hooks": "torch.nn.modules.module.register_module_full_backward_hook",
+    "_global_backward_pre_hooks": "torch.nn.modules.module.register_module_full_backward_pre_hook",
+}
 
-    Single records' gradients are computed without them, so that training and measuring would ignore them.
+
+def _gradient_hook(holder: Any, kinds: Mapping[str, str]) -> str | None:
+    """Returns what registered a hook on a gradient; None where there are no hooks but Opacus's.
+
+    Args:
+        holder: a parameter, a module, or PyTorch's module of hooks that all modules have.
+        kinds: the holder's attributes that hold hooks, and what registers them.
     """
-    kinds = {"_backward_hooks": "register_hook", "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook"}
-    holders: list[tuple[str, Any, Mapping[str, str]]] = [(f"parameter '{n}'", p, kinds) for n, p in trainable.items()]
-    kinds = {"_backward_hooks": "full_backward_hook", "_backward_pre_hooks": "full_backward_pre_hook"}
-    own = {kind: f"register_{how}" for kind, how in kinds.items()}
-    holders += [(label(model, path), module, own) for path, module in model.named_modules()]
-    everywhere = {f"_global{kind}": f"torch.nn.modules.module.register_module_{how}" for kind, how in kinds.items()}
-    holders.append(("every module", torch_module, everywhere))
-    for where, holder, hooks in holders:
-        for kind, how in hooks.items():
-            if all(by_opacus(hook) for hook in (getattr(holder, kind, None) or {}).values()):
-                continue
-            raise ModelError(
-                f"{where} has a hook on its gradient ({how}), which is not run here: gradients of single records are "
-                "computed without it. Remove it (handle.remove()); to leave parameters as they are, call "
-                "requires_grad_(False) on them"
-            )
+    for kind, how in kinds.items():
+        if not all(by_opacus(hook) for hook in (getattr(holder, kind, None) or {}).values()):
+            return how
+    return None
 
 
-def _uses_batch_statistics(module: nn.Module) -> bool:
-    if isinstance(module, _BatchNorm):
-        return module.training or module.running_mean is None
-    return isinstance(module, _InstanceNorm) and module.training and module.track_running_stats
-
-
-def _drops_at_random(module: nn.Module) -> bool:
-    if not module.training:
-        return False
-    if isinstance(module, _DropoutNd):
-        return module.p > 0
-    if isinstance(module, nn.RNNBase):
-        return module.dropout > 0 and module.num_layers > 1
-    return isinstance(module, nn.RReLU) or (isinstance(module, nn.MultiheadAttention) and module.dropout > 0)
+def _hook_error(where: str, how: str) -> ModelError:
+    """Returns the refusal of a hook: single records' gradients are computed without it, and it would be ignored."""
+    return ModelError(
+        f"{where} has a hook on its gradient ({how}), which is not run here: gradients of single records are computed "
+        "without it. Remove it (handle.remove()); to leave parameters as they are, call requires_grad_(False) on them"
+    )
 
 
 def kinked_modules(model: nn.Module) -> dict[str, str]:
     return {path: type(m).__name__ for path, m in model.named_modules() if isinstance(m, _KINKED_MODULES)}
 
 
-def kink_caveats(kinks: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns the caveat of every floor of a model with these kinks: nothing, or one sentence."""
-    if not kinks:
-        return ()
-    places = ", ".join(f"{what} at {place(path)}" for path, what in kinks.items())
-    return (f"not proved: the model has kinks ({places})",)
-
-
-def precision_caveats(model: nn.Module, computed: Iterable[torch.dtype] = ()) -> tuple[str, ...]:
-    """Returns the caveat of every floor of a model that computes in half precision: nothing, or one sentence.
+def model_caveats(
+    model: nn.Module, kinks: Mapping[str, str], beside: Iterable[str] = (), computed: Iterable[torch.dtype] = ()
+) -> tuple[str, ...]:
+    r"""Returns the caveats of every floor of a model: of its kinks, of its private part, of half precision.
 
     The numbers are those of benchmarks/half_precision.py.
 
     Args:
         model: the model; the dtypes of its parameters are read.
+        kinks: what has a kink, by the module that it is in.
+        beside: the caveats of its private part.
         computed: dtypes of what it computed when it was run; under autocast only these show it.
 
-    >>> precision_caveats(nn.Linear(2, 1))
+    >>> model_caveats(nn.Linear(2, 1), {})
     ()
-    >>> print(precision_caveats(nn.Linear(2, 1).bfloat16())[0])
+    >>> print(*model_caveats(nn.Linear(2, 1).bfloat16(), {"": "relu"}), sep="\n")
+    not proved: the model has kinks (relu at the model's own forward)
     computed in bfloat16: beside float64, up to 1 in 20 floors of small networks was more than 15 % too high, and single
     ones up to 8 times; measure in float32 to be sure
     """
+    places = ", ".join(f"{what} at {label(None, path)}" for path, what in kinks.items())
+    kinked = (f"not proved: the model has kinks ({places})",) if kinks else ()
     short = {*computed, *(p.dtype for p in model.parameters())} & {torch.bfloat16, torch.float16}
-    return tuple(
+    halves = (
         f"computed in {str(kind).removeprefix('torch.')}: beside float64, up to 1 in 20 floors of small networks was "
         "more than 15 % too high, and single ones up to 8 times; measure in float32 to be sure"
         for kind in sorted(short, key=str)
     )
+    return (*kinked, *beside, *halves)
 
 
 def known_caveats(model: nn.Module) -> tuple[str, ...]:
@@ -188,23 +202,7 @@ def known_caveats(model: nn.Module) -> tuple[str, ...]:
     found = CHECKED.get(network(model))
     if found is not None:
         return found
-    return (*kink_caveats(kinked_modules(model)), *precision_caveats(model), NOT_CHECKED)
-
-
-def network(model: nn.Module) -> nn.Module:
-    """Returns the model, or what Opacus's wrapper is around."""
-    inner = getattr(model, "_module", None) if is_wrapper(model) else None
-    return inner if isinstance(inner, nn.Module) else model
-
-
-def warn_kinks(kinks: Mapping[str, str]) -> None:
-    if kinks:
-        places = ", ".join(f"{place(path)} ({what})" for path, what in kinks.items())
-        message = (
-            f"kinks in {places}: the gradient jumps with the input there, the Fisher information does not count the "
-            f"jumps, and the error floors are not proved; {_SMOOTH}"
-        )
-        warn_user(KinkWarning(message, places))
+    return (*model_caveats(model, kinked_modules(model)), NOT_CHECKED)
 
 
 def model_dtype(model: nn.Module) -> torch.dtype | None:
@@ -264,19 +262,16 @@ def check_tensors(model: nn.Module, inputs: Any, targets: Any) -> int:
     device = next(iter(devices)) if len(devices) == 1 else None  # spread over several: PyTorch must say
     records: int | None = None
     for name, tree in (("inputs", inputs), ("targets", targets)):
+        found = False
         for path, leaf in tree_flatten_with_path(tree)[0]:
+            place = name + "".join(map(str, path))
             if isinstance(leaf, np.ndarray | np.generic):
-                place = name + "".join(map(str, path))
                 kind = model_dtype(model) if np.issubdtype(leaf.dtype, np.floating) else None
                 how = place if kind is None else f"{place}, dtype={kind}"
                 raise ModelError(f"{place} is a NumPy array, it must be a tensor: torch.as_tensor({how})")
-        found = tensors(name, tree)
-        if not found and (name == "inputs" or tree is not None):
-            raise ModelError(
-                f"{name} must be a tensor with one row per record, or a tuple or dictionary of such, "
-                f"got {type(tree).__name__} without a tensor"
-            )
-        for place, leaf in found:
+            if not isinstance(leaf, Tensor):
+                continue
+            found = True
             records = leaf.shape[0] if records is None and leaf.dim() else records
             if leaf.dim() == 0 or leaf.shape[0] != records:
                 rows = f"{records} rows, one per record of inputs" if records else "one row per record"
@@ -285,6 +280,11 @@ def check_tensors(model: nn.Module, inputs: Any, targets: Any) -> int:
                 raise ModelError(f"{place} was made in torch.inference_mode(): pass {place}.clone()")
             if device is not None and leaf.device != device:
                 raise ModelError(f"{place} is on {leaf.device}, the model on {device}: use {place}.to('{device}')")
+        if not found and (name == "inputs" or tree is not None):
+            raise ModelError(
+                f"{name} must be a tensor with one row per record, or a tuple or dictionary of such, "
+                f"got {type(tree).__name__} without a tensor"
+            )
     return records or 0
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -18,10 +18,10 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from reconbound._internal.checks import InputError, choice, warn_user
+from reconbound._internal.checks import InputError, choice
 from reconbound._internal.rng import random_states_kept
-from reconbound.validate.model import CHECKPOINTING, ModelError, ReconboundWarning, check_losses
-from reconbound.validate.watch import LossFn, TwiceDifferentiable, arguments, call_with, close
+from reconbound.validate.model import CHECKPOINTING, ModelError, check_losses
+from reconbound.validate.watch import TwiceDifferentiable, call_with, close
 
 _NAMED = 5  # parameters that a caveat names; the others are counted
 Inputs = Any  # a tensor, or a tuple or dictionary of tensors: model(x), model(*x) or model(**x)
@@ -50,8 +50,17 @@ class Private:
         choice("part", self.part, ("input", "target", "module", "nothing"))
         if not isinstance(self.name, str | int | None):
             raise InputError("name", "must be None, a text or a position", self.name)
-        if self.features is not None:
-            object.__setattr__(self, "features", _features(self.features))
+        if self.features is None:
+            return
+        given: Any = self.features  # of whatever type
+        found: Tensor | None = None
+        if not isinstance(given, str):
+            with suppress(TypeError, ValueError, RuntimeError):
+                found = torch.as_tensor(given)
+        if found is None or found.is_floating_point() or found.is_complex():
+            features = "a tensor or list of features (whole numbers, or a mask)"
+            raise InputError("private", f'must be None, {features}, "input", "target" or a Private', given)
+        object.__setattr__(self, "features", found)
 
     @cached_property
     def count(self) -> int:
@@ -89,25 +98,42 @@ class Problem:
         params: Mapping[str, Tensor] | None = None,
         mode: TwiceDifferentiable | None = None,
     ) -> tuple[Tensor, Any]:
-        """Returns the losses, as `losses` does, and the model's outputs. mode: takes the place of the usual one."""
-        inputs, targets = _place(self.private, z, inputs, targets)
-        with ExitStack() as stack:
-            if self.private.part == "module":  # it returns z; the gradient of its own parameters still flows
-                answer = lambda output: _shaped(z, output) + (output - output.detach())  # noqa: E731
-                stack.enter_context(_called_once(self.model, self.private, answer))
-            stack.enter_context(twice_differentiable(mode))
-            args, kwargs = arguments(inputs)
-            outputs = self.model(*args, **kwargs) if params is None else call_with(self.model, params, args, kwargs)
+        """Returns the losses, as `losses` does, and the model's outputs.
+
+        Functions get second derivatives where PyTorch has any; gradient checkpointing is refused.
+
+        Args:
+            z: as in `losses`.
+            inputs: as in `losses`.
+            targets: as in `losses`.
+            params: as in `losses`.
+            mode: takes the place of `TwiceDifferentiable`.
+        """
+        private = self.private
+        answered: AbstractContextManager[Any] = nullcontext()
+        if private.part == "target":
+            targets = _shaped(z, targets)
+        elif private.part == "module":  # it returns z; the gradient of its own parameters still flows
+            answer = lambda output: _shaped(z, output) + (output - output.detach())  # noqa: E731
+            answered = _called_once(self.model, private, answer)
+        elif private.part == "input" and isinstance(inputs, Tensor):
+            inputs = _shaped(z, inputs)
+        elif private.part == "input":
+            name = _only_float(inputs) if private.name is None else private.name
+            if isinstance(inputs, Mapping):
+                inputs = {**inputs, name: _shaped(z, inputs[name])}
+            else:
+                inputs = tuple(_shaped(z, x) if i == name else x for i, x in enumerate(inputs))
+        with (
+            answered,
+            sdpa_kernel(SDPBackend.MATH),  # the others have no second derivative
+            mode or TwiceDifferentiable(),
+            disable_saved_tensors_hooks(CHECKPOINTING),
+        ):
+            outputs = call_with(self.model, inputs, params)
             losses = self.loss_fn(outputs, targets)
         check_losses(losses, z.shape[0])
         return losses, outputs
-
-
-@contextmanager
-def twice_differentiable(mode: TwiceDifferentiable | None = None) -> Iterator[None]:
-    """Gives functions second derivatives where PyTorch has any; refuses gradient checkpointing."""
-    with sdpa_kernel(SDPBackend.MATH), mode or TwiceDifferentiable(), disable_saved_tensors_hooks(CHECKPOINTING):
-        yield
 
 
 def as_private(private: Private | Tensor | Sequence[int] | str | None) -> Private:
@@ -122,29 +148,18 @@ def as_private(private: Private | Tensor | Sequence[int] | str | None) -> Privat
         return private
     if isinstance(private, str) and private in ("input", "target"):
         return Private(part=private)  # type: ignore[arg-type]
-    return Private(features=_features(private))
+    return Private(features=private)  # type: ignore[arg-type]
 
 
-def _features(chosen: Any) -> Tensor:
-    """Returns indices or a mask as a tensor; refuses anything else."""
-    found = None
-    if not isinstance(chosen, str):
-        with suppress(TypeError, ValueError, RuntimeError):
-            found = torch.as_tensor(chosen)
-    if found is None or found.is_floating_point() or found.is_complex():
-        must = 'must be None, a tensor or list of features (whole numbers, or a mask), "input", "target" or a Private'
-        raise InputError("private", must, chosen)
-    return found
-
-
-def module_caveats(model: nn.Module, private: Private, seeing: Sequence[str] = ()) -> tuple[str, ...]:
+def module_caveats(problem: Problem, few: Any = None) -> tuple[str, ...]:
     """Returns the caveats of floors for a module's output: what they are about, and what they do not cover.
 
     Args:
-        model: the model.
-        private: what is private.
-        seeing: trained parameters whose gradient shows what went into the module, by another way than its output.
+        problem: the model, its loss and what is private; there are none for other private parts.
+        few: inputs and targets of a few records, to find the trained parameters whose gradient shows what went into
+            the module by another way than its output; None: they are not looked for.
     """
+    model, private = problem.model, problem.private
     if private.part != "module":
         return ()
     caveats = [f"about the output of module {private.name!r}, not about what went into it (tokens)"]
@@ -152,6 +167,8 @@ def module_caveats(model: nn.Module, private: Private, seeing: Sequence[str] = (
     if own:
         shown = f"the parameters of module {private.name!r} are trained, and their gradient shows what went into it"
         caveats.append(f"not covered: {shown} (of an embedding: which rows)")
+    with torch.enable_grad(), random_states_kept():
+        seeing = [] if few is None else _uncovered(problem, *few)
     others = [name for name in seeing if id(model.get_parameter(name)) not in own]
     if others:
         named = ", ".join(repr(name) for name in others[:_NAMED])
@@ -176,8 +193,7 @@ def private_part(problem: Problem, inputs: Inputs, targets: Any) -> Tensor:
         z = targets
     elif private.part == "module":
         with torch.no_grad(), _called_once(problem.model, private, lambda output: None) as outputs:
-            args, kwargs = arguments(inputs)
-            problem.model(*args, **kwargs)
+            call_with(problem.model, inputs)
         z = outputs[0]
     elif isinstance(inputs, Tensor):
         z = inputs
@@ -191,7 +207,7 @@ def private_part(problem: Problem, inputs: Inputs, targets: Any) -> Tensor:
             'converted by .float(); for tokens use Private("module", "<embedding>"), for labels soft targets'
         )
     z = z.detach()
-    return z[:, None] if z.dim() == 1 else z  # one number a record, (B,), is one feature; `_place` takes it back
+    return z[:, None] if z.dim() == 1 else z  # one number a record, (B,), is one feature; `_shaped` takes it back
 
 
 def feature_mask(private: Private, z: Tensor) -> Tensor | None:
@@ -217,7 +233,7 @@ def feature_mask(private: Private, z: Tensor) -> Tensor | None:
     return mask.reshape(z.shape[1:])
 
 
-def batch_rows(tree: Any, rows: slice) -> Any:
+def batch_rows(tree: Any, rows: slice | list[int]) -> Any:
     """Returns those rows of every tensor in a tuple or dictionary."""
     return tree_map(lambda leaf: leaf[rows] if isinstance(leaf, Tensor) else leaf, tree)
 
@@ -230,19 +246,6 @@ def trainable(problem: Problem) -> dict[str, Tensor]:
 def count_records(tree: Any) -> int:
     """Returns the number of rows of the first tensor in a tuple or dictionary."""
     return next(len(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
-
-
-def _place(private: Private, z: Tensor, inputs: Inputs, targets: Any) -> tuple[Inputs, Any]:
-    if private.part == "target":
-        return inputs, _shaped(z, targets)
-    if private.part in ("module", "nothing"):
-        return inputs, targets
-    if isinstance(inputs, Tensor):
-        return _shaped(z, inputs), targets
-    name = _only_float(inputs) if private.name is None else private.name
-    if isinstance(inputs, Mapping):
-        return {**inputs, name: _shaped(z, inputs[name])}, targets
-    return tuple(_shaped(z, x) if i == name else x for i, x in enumerate(inputs)), targets
 
 
 def _shaped(z: Tensor, original: Tensor) -> Tensor:
@@ -285,29 +288,6 @@ def _module(model: nn.Module, private: Private) -> nn.Module:
     if private.name not in modules:
         raise ValueError(f"the model has no module named {private.name!r}; it has {sorted(m for m in modules if m)}")
     return modules[str(private.name)]
-
-
-def uncovered_caveats(model: nn.Module, loss_fn: LossFn, few: Any, private: Private | None) -> tuple[str, ...]:
-    """Returns the caveats of floors for a module's output; nothing for other private parts.
-
-    Args:
-        model: the model.
-        loss_fn: the per-record loss.
-        few: inputs and targets of a few records.
-        private: what is private.
-    """
-    if private is None or private.part != "module":
-        return ()
-    with torch.enable_grad(), random_states_kept():
-        return module_caveats(model, private, _uncovered(Problem(model, loss_fn, private), *few))
-
-
-def warn_uncovered(caveats: tuple[str, ...]) -> None:
-    """Warns of parameters that the floors do not cover."""
-    uncovered = [c for c in caveats if c.startswith("not covered")]
-    if uncovered:
-        why = "freeze it (requires_grad_(False)), or read the floors as for an attacker who does not look there"
-        warn_user(f"floors do not cover all that is released, {'; '.join(uncovered)}: {why}", ReconboundWarning)
 
 
 def _uncovered(problem: Problem, inputs: Any, targets: Any) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,27 +25,45 @@ from reconbound.validate import model as models
 LossFn = Callable[[Any, Any], Tensor]
 
 
-def rows(tree: Any, rows: list[int]) -> Any:
-    return tree_map(lambda leaf: leaf[rows].detach() if isinstance(leaf, Tensor) else leaf, tree)
+def converted(x: Any, dtype: torch.dtype | None = None, *, leaf: bool = False) -> Any:
+    """Returns a detached copy of a tensor; anything else unchanged.
+
+    Args:
+        x: a tensor, or anything else.
+        dtype: the precision of floating-point ones; None: as it was.
+        leaf: whether floating-point ones require a gradient.
+    """
+    if not isinstance(x, Tensor):
+        return x
+    real = x.is_floating_point()
+    return x.detach().to(dtype if dtype and real else x.dtype, copy=True).requires_grad_(leaf and real)
+
+
+class Call(NamedTuple):
+    """The arguments of a call of a module."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 @dataclass
 class Trace:
-    """One watched run: the losses, each module's inputs and outputs, and the operations that matter, by module path."""
+    """One watched run: the losses, each module's inputs and outputs, and the operations that matter, by module path.
+
+    The last path of `stack` is that of the module that is running, or LOSS.
+    """
 
     losses: Tensor = field(default_factory=lambda: torch.empty(0))
     inputs: Any = None
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    stack: list[str] = field(default_factory=list)
-    calls: list[tuple[str, Any, Any]] = field(default_factory=list)  # path, (args, kwargs), output; innermost first
+    stack: list[str] = field(default_factory=lambda: [models.LOSS])
+    calls: list[tuple[str, Call, Any]] = field(
+        default_factory=list
+    )  # path, what went in, what came out; innermost first
     in_place: dict[str, str] = field(default_factory=dict)
     seeded: dict[str, str] = field(default_factory=dict)
     attention: dict[str, str] = field(default_factory=dict)
     dtypes: set[torch.dtype] = field(default_factory=set)  # of all that was computed
-
-    @property
-    def here(self) -> str:
-        return self.stack[-1] if self.stack else models.LOSS
 
 
 class Watch(TorchDispatchMode):
@@ -57,14 +75,14 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name, trace = func._overloadpacket.__name__, self.trace
+        name, trace, here = func._overloadpacket.__name__, self.trace, self.trace.stack[-1]
         if torch.Tag.nondeterministic_seeded in func.tags:
-            trace.seeded.setdefault(trace.here, name)
+            trace.seeded.setdefault(here, name)
         if any(isinstance(x, Tensor) and x.requires_grad for x in args):
             if name.endswith("_") and func._schema.is_mutable:
-                trace.in_place.setdefault(trace.here, name)
+                trace.in_place.setdefault(here, name)
             if "scaled_dot_product" in name:
-                trace.attention.setdefault(trace.here, name)
+                trace.attention.setdefault(here, name)
         out = func(*args, **kwargs)
         if isinstance(out, Tensor):
             trace.dtypes.add(out.dtype)
@@ -73,20 +91,20 @@ class Watch(TorchDispatchMode):
 
 def run(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) -> Trace:
     """Runs the forward pass and the losses, watched; inputs are fresh leaves, buffers are copies."""
-    trace = Trace(inputs=tree_map(leaf, inputs), buffers={name: b.clone() for name, b in model.named_buffers()})
-    args, kwargs = arguments(trace.inputs)
+    leaves = tree_map(partial(converted, leaf=True), inputs)
+    trace = Trace(inputs=leaves, buffers={name: b.clone() for name, b in model.named_buffers()})
     with recorded_calls(model, trace), disable_saved_tensors_hooks(models.CHECKPOINTING), Watch(trace):
         try:
-            outputs = functional_call(model, trace.buffers, args, kwargs)
+            outputs = call_with(model, trace.inputs, trace.buffers)
         except RuntimeError as error:
             if models.is_about_checkpointing(error):
-                raise models.ModelError(f"{models.label(model, trace.here)}: {models.CHECKPOINTING}") from error
+                raise models.ModelError(f"{models.label(model, trace.stack[-1])}: {models.CHECKPOINTING}") from error
             if "in-place" in str(error):
-                raise in_place_error(model, {trace.here: "its input"}, error) from error
+                raise in_place_error(model, {trace.stack[-1]: "its input"}, error) from error
             why = models.describe_input_dtype(error, model, inputs) or _describe_shapes(error, model, trace, inputs)
             raise (error if why is None else models.ModelError(why)) from error
         try:
-            trace.losses = loss_fn(outputs, tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, targets))
+            trace.losses = loss_fn(outputs, tree_map(converted, targets))
         except RuntimeError as error:
             if models.is_about_checkpointing(error):
                 raise models.ModelError(f"{models.LOSS}: {models.CHECKPOINTING}") from error
@@ -103,20 +121,35 @@ def run(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) -> Trace:
     return trace
 
 
-def call_with(
-    model: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-) -> Any:
-    """Calls a model with other parameters and buffers, given by name; a shared one is replaced at every place.
+def call_with(model: nn.Module, inputs: Any, tensors: Mapping[str, Tensor] | None = None) -> Any:
+    """Calls a model: model(x), model(*x) or model(**x).
 
-    `functional_call` would leave them in a module that has two names.
+    Args:
+        model: the model.
+        inputs: a tensor, a tuple or dictionary of tensors, or a Call.
+        tensors: parameters and buffers to use in place of the model's, by name; a shared one is replaced at every
+            place, where `functional_call` would leave it in a module that has two names.
     """
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    given = {id(t): tensors[name] for name, t in named if name in tensors}
-    everywhere: dict[str, Tensor] = {}
-    for path, module in model.named_modules():  # each of them once
+    if isinstance(inputs, Call):
+        args, kwargs = inputs
+    elif isinstance(inputs, Mapping):
+        args, kwargs = (), dict(inputs)
+    else:
+        args, kwargs = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
+    if tensors is None:
+        return model(*args, **kwargs)
+    given: dict[int, Tensor] = {}
+    places: dict[str, int] = {}
+    seen: set[nn.Module] = set()
+    for path, module in model.named_modules(remove_duplicate=False):
         for key, t in (*module._parameters.items(), *module._buffers.items()):
-            if t is not None and id(t) in given:
-                everywhere[f"{path}.{key}" if path else key] = given[id(t)]
+            name = f"{path}.{key}" if path else key
+            if t is not None and name in tensors:
+                given[id(t)] = tensors[name]
+            if t is not None and module not in seen:
+                places[name] = id(t)
+        seen.add(module)
+    everywhere = {name: given[t] for name, t in places.items() if t in given}
     return functional_call(model, everywhere, args, kwargs, tie_weights=False)
 
 
@@ -126,17 +159,8 @@ def _describe_shapes(error: RuntimeError, model: nn.Module, trace: Trace, inputs
     if not any(word in why for word in ("cannot be multiplied", "channels", "must match the size", "normalized_shape")):
         return None
     shapes = ", ".join(f"{name} {tuple(x.shape[1:])}" for name, x in models.tensors("inputs", inputs))
-    return f"{models.label(model, trace.here)} does not take what it is given ({why}); a record has the shape {shapes}"
-
-
-def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
-
-
-def leaf(x: Any) -> Any:
-    return x.detach().clone().requires_grad_(x.is_floating_point()) if isinstance(x, Tensor) else x
+    where = models.label(model, trace.stack[-1])
+    return f"{where} does not take what it is given ({why}); a record has the shape {shapes}"
 
 
 @contextmanager
@@ -146,7 +170,7 @@ def recorded_calls(model: nn.Module, trace: Trace) -> Iterator[None]:
 
     def leave(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         trace.stack.pop()
-        trace.calls.append((path, (args, kwargs), output))
+        trace.calls.append((path, Call(args, kwargs), output))
 
     handles = []
     for path, module in model.named_modules():
@@ -186,10 +210,6 @@ def close(a: Tensor, b: Tensor, relative: float | None = None) -> bool:
     return torch.allclose(a, b, rtol=0.0, atol=relative * scale, equal_nan=True)
 
 
-def _rounding(x: Tensor) -> float:
-    return min(100 * torch.finfo(x.dtype).eps, 0.01)
-
-
 def _first_change(before: Trace, after: Trace, rows: int, relative: float) -> str:
     """Returns the first module, innermost first, that gives other rows than before; loss_fn where none does."""
     for (path, _, old), (_, _, new) in zip(before.calls, after.calls, strict=False):
@@ -202,21 +222,30 @@ def _first_change(before: Trace, after: Trace, rows: int, relative: float) -> st
     return models.LOSS
 
 
-def check_randomness(model: nn.Module, first: Trace, second: Trace) -> None:
-    relative = _rounding(first.losses)
-    if not close(first.losses, second.losses, relative):
-        drawing = [p for p in first.seeded if p not in first.attention]  # which may draw, and mostly does not
-        path = [*drawing, _first_change(first, second, PROBE_RECORDS, relative)][0]
+def check_independence(model: nn.Module, loss_fn: LossFn, few: Any) -> Trace:
+    """Checks that a record's loss depends on that record alone: on no random number and on no other record.
+
+    The model runs on the same records twice, then with the last of them changed, and without it.
+
+    Args:
+        model: the model.
+        loss_fn: the per-record loss.
+        few: inputs and targets of PROBE_RECORDS records.
+
+    Returns:
+        The first run.
+    """
+    trace, again, rest = run(model, loss_fn, *few), run(model, loss_fn, *few), PROBE_RECORDS - 1
+    precision = torch.finfo(trace.losses.dtype).eps
+    relative = min(100 * precision, 0.01)
+    if not close(trace.losses, again.losses, relative):
+        drawing = [p for p in trace.seeded if p not in trace.attention]  # which may draw, and mostly does not
+        path = [*drawing, _first_change(trace, again, PROBE_RECORDS, relative)][0]
         raise models.ModelError(
             f"{models.label(model, path)} is random: two runs on the same records gave different losses. Turn its "
             "randomness off (eval mode, or F.dropout(..., training=False)); the noise that protects is the one on "
             "the gradient"
         )
-
-
-def check_coupling(model: nn.Module, loss_fn: LossFn, few: Any, trace: Trace) -> None:
-    """Checks that the other losses stay the same when the last record is changed, and when it is left out."""
-    rest, relative = PROBE_RECORDS - 1, _rounding(trace.losses)
     changed = run(model, loss_fn, tree_map(_last_changed, few[0]), few[1])
     if not close(trace.losses[:rest], changed.losses[:rest], relative):
         raise models.ModelError(
@@ -224,14 +253,15 @@ def check_coupling(model: nn.Module, loss_fn: LossFn, few: Any, trace: Trace) ->
             "record's loss changes when another record changes. Each loss must depend on its own record alone: no "
             "statistics, sums or comparisons over the batch (nn.GroupNorm in place of batch statistics)"
         )
-    relative = min(torch.finfo(trace.losses.dtype).eps ** 0.5, 0.05)  # another shape may round differently
-    fewer = run(model, loss_fn, *rows(few, list(range(rest))))
+    relative = min(precision**0.5, 0.05)  # another shape may round differently
+    fewer = run(model, loss_fn, *tree_map(lambda x: x[:rest] if isinstance(x, Tensor) else x, few))
     if not close(trace.losses[:rest], fewer.losses, relative):
         raise models.ModelError(
             f"{models.label(model, _first_change(trace, fewer, rest, relative))} depends on the batch: a record's loss "
             "changes when another record is left out. Do not divide by the batch size or use anything else that is "
             "taken over the batch"
         )
+    return trace
 
 
 def _last_changed(x: Any) -> Any:
@@ -253,8 +283,7 @@ class TwiceDifferentiable(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        other = REPLACED.get(func)
+        other, kwargs = REPLACED.get(func), kwargs or {}
         found = None if other is None else other(func, *args, **kwargs)
         return func(*args, **kwargs) if found is None else found
 

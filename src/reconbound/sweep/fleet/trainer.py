@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from reconbound._internal.checks import InputError, choice, number, whole
 from reconbound._internal.files import json_digest
-from reconbound._internal.rng import derive, seeded, torch_stream
+from reconbound._internal.rng import derive, random_states_kept, torch_stream
 from reconbound.accounting.divergence_ledger import removed_nats
 from reconbound.accounting.measurement_plan import Segments
 from reconbound.accounting.record_ledger import RecordLedger, Traces
@@ -142,7 +142,7 @@ class Fleet:
         self.inputs, self.targets = inputs.to(self.device), targets.to(self.device)
         self.make_model, self.records = make_model, len(inputs)
         self.sampler = make_sampler(first.sampler, self.records, first.sample_rate)
-        with seeded(0):  # what the models draw is replaced when a run begins
+        with random_states_kept(0):  # what the models draw is replaced when a run begins
             self.models = [make_model().to(self.device) for _ in self.settings]
         self._data = data_digest(inputs, targets)
         self.run_seeds: dict[int, int] = {}  # of the runs so far: from the seed and what the fleet shares
@@ -243,10 +243,10 @@ class Fleet:
         return bytes.fromhex(json_digest(plain_json(facts)))
 
     def _start(self, seed: int) -> None:
-        with seeded(seed):
+        with random_states_kept(seed):
             model = self.make_model()
             model.load_state_dict(_untrained(self.models[0]), strict=False)
-        with seeded(seed):
+        with random_states_kept(seed):
             self.initialise(model)
         self.params.copy_(_trained(model).to(self.params))
         for own in self.models:
