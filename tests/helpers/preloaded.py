@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 
+import cheaper
+
 #: The modules whose functions the processes call; what the first audit, the first sweep and the first group of ranks
 #: load late.
 for name in (
@@ -31,3 +33,6 @@ for name in (
         importlib.import_module(name)
     except ImportError:  # of a library that is not installed: the tests that need it are skipped
         continue
+
+#: As in the process of the tests (`conftest`), whose pages are compared with these.
+importlib.import_module("reconbound.report.pages")._plotly_js = lambda: cheaper.SHORT_SCRIPT

@@ -1,0 +1,59 @@
+"""What many tests compute alike is computed once in a process, and pages carry a short script in place of plotly's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+#: In pages in place of plotly's script of 4.7 MB, which each page would hash, write and copy.
+SHORT_SCRIPT = "window.Plotly = undefined; // the tests in a browser, of reports and of the docs have plotly itself"
+
+
+def remember(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function, which keeps what it returned for arguments that are equal and are written alike.
+
+    Arguments without a hash, other than arrays, are computed anew; errors too.
+
+    Args:
+        function: a pure one, whose results nobody changes; arrays are copied.
+    """
+    known: dict[Any, Any] = {}
+
+    def call(*given: Any, **options: Any) -> Any:
+        own = [*given, *sorted(options.items())]
+        try:
+            key = tuple(_key(one) for one in own)
+            hash(key)
+        except TypeError:
+            return function(*given, **options)
+        if key not in known:
+            known[key] = function(*given, **options)
+        found = known[key]
+        return found.copy() if isinstance(found, np.ndarray) else found
+
+    return call
+
+
+def _key(one: Any) -> Any:
+    return (one.shape, one.dtype.str, one.tobytes()) if isinstance(one, np.ndarray) else (one, repr(one))
+
+
+@contextmanager
+def replaced_everywhere(own: Any, other: Any) -> Iterator[None]:
+    """Puts `other` in place of `own` in all modules of the package, and afterwards also in those imported meanwhile."""
+    _replace(own, other)
+    try:
+        yield
+    finally:
+        _replace(other, own)
+
+
+def _replace(one: Any, other: Any) -> None:
+    for title, module in list(sys.modules.items()):
+        if title.startswith("reconbound"):
+            for name in [name for name, value in vars(module).items() if value is one]:
+                setattr(module, name, other)
