@@ -131,18 +131,21 @@ def _each_floor_is_computed_once(request):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _short_script_in_pages(request):
-    """Pages have a line in place of plotly's script of 4.7 MB, except in a browser, in test_report and for the docs."""
-    in_browser = any(mark.name == "browser" for mark in request.node.iter_markers())
-    if in_browser or request.node.path.stem == "test_report" or request.node.path.parent.name == "docs":
-        yield
-        return
-    from cheaper import SHORT_SCRIPT
-    from reconbound.report import pages
+def _small_pages(request):
+    """Pages have a line in place of plotly's script of 4.7 MB, except in a browser, in test_report and for the docs.
 
-    own, pages._plotly_js = pages._plotly_js, lambda: SHORT_SCRIPT
-    yield
-    pages._plotly_js = own
+    Where audits and sweeps are tested, pages advise on one floor, not on four: the search for each noise takes long."""
+    folder, in_browser = request.node.path.parent.name, any(m.name == "browser" for m in request.node.iter_markers())
+    with contextlib.ExitStack() as stack:
+        if not (in_browser or folder == "docs" or request.node.path.stem == "test_report"):
+            from cheaper import short_script
+
+            stack.enter_context(short_script())
+        if folder in ("auditing", "faults", "integrations", "sweep", "training"):
+            from cheaper import one_target
+
+            stack.enter_context(one_target())
+        yield
 
 
 @pytest.fixture

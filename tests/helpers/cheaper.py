@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -42,7 +43,7 @@ def _key(one: Any) -> Any:
     return (one.shape, one.dtype.str, one.tobytes()) if isinstance(one, np.ndarray) else (one, repr(one))
 
 
-@contextmanager
+@contextlib.contextmanager
 def replaced_everywhere(own: Any, other: Any) -> Iterator[None]:
     """Puts `other` in place of `own` in all modules of the package, and afterwards also in those imported meanwhile."""
     _replace(own, other)
@@ -57,3 +58,17 @@ def _replace(one: Any, other: Any) -> None:
         if title.startswith("reconbound"):
             for name in [name for name, value in vars(module).items() if value is one]:
                 setattr(module, name, other)
+
+
+def short_script() -> contextlib.AbstractContextManager[Any]:
+    """Puts SHORT_SCRIPT in place of plotly's script."""
+    from reconbound.report import pages
+
+    return mock.patch.object(pages, "_plotly_js", return_value=SHORT_SCRIPT)
+
+
+def one_target() -> contextlib.AbstractContextManager[Any]:
+    """Leaves the first of the floors for which a page says how much noise they need."""
+    from reconbound.report import text
+
+    return mock.patch.object(text, "TARGETS", text.TARGETS[:1])

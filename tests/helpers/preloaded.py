@@ -34,5 +34,5 @@ for name in (
     except ImportError:  # of a library that is not installed: the tests that need it are skipped
         continue
 
-#: As in the process of the tests (`conftest`), whose pages are compared with these.
-importlib.import_module("reconbound.report.pages")._plotly_js = lambda: cheaper.SHORT_SCRIPT
+for change in (cheaper.short_script(), cheaper.one_target()):
+    change.__enter__()  # for good: as in the process of the tests (`conftest`), whose pages are compared with these
