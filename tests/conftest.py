@@ -71,7 +71,7 @@ def _one_look_at_optunas_migrations():
 
 CHECKED = {}  # what a model's check found, by all that it looks at
 #: Folders whose tests make hundreds of small audits of few models, and pages of few mechanisms.
-AUDITS = ("auditing", "cli", "docs", "faults", "integrations", "report", "sweep", "training")
+AUDITS = ("auditing", "cli", "data", "docs", "faults", "integrations", "report", "sweep", "training")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -141,7 +141,7 @@ def _small_pages(request):
             from cheaper import short_script
 
             stack.enter_context(short_script())
-        if folder in ("auditing", "faults", "integrations", "sweep", "training"):
+        if folder in ("auditing", "data", "faults", "integrations", "sweep", "training"):
             from cheaper import one_target
 
             stack.enter_context(one_target())

@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import torch
 
 #: In pages in place of plotly's script of 4.7 MB, which each page would hash, write and copy.
 SHORT_SCRIPT = "window.Plotly = undefined; // the tests in a browser, of reports and of the docs have plotly itself"
@@ -17,7 +18,7 @@ SHORT_SCRIPT = "window.Plotly = undefined; // the tests in a browser, of reports
 def remember(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function, which keeps what it returned for arguments that are equal and are written alike.
 
-    Arguments without a hash, other than arrays, are computed anew; errors too.
+    Tensors and arguments without a hash, other than arrays, are computed anew; errors too.
 
     Args:
         function: a pure one, whose results nobody changes; arrays are copied.
@@ -40,6 +41,8 @@ def remember(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _key(one: Any) -> Any:
+    if isinstance(one, torch.Tensor):  # its hash does not tell its content
+        raise TypeError
     return (one.shape, one.dtype.str, one.tobytes()) if isinstance(one, np.ndarray) else (one, repr(one))
 
 
