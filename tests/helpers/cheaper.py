@@ -41,8 +41,8 @@ def remember(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _key(one: Any) -> Any:
-    if isinstance(one, torch.Tensor):  # its hash does not tell its content
-        raise TypeError
+    if isinstance(one, torch.Tensor) or (isinstance(one, np.ndarray) and one.dtype.hasobject):
+        raise TypeError  # hash and bytes do not tell what is in it
     return (one.shape, one.dtype.str, one.tobytes()) if isinstance(one, np.ndarray) else (one, repr(one))
 
 
