@@ -1,5 +1,6 @@
 """One thread for every library, before NumPy or torch is loaded; hypothesis without deadlines; commands to call."""
 
+import contextlib
 import gc
 import itertools
 import json
@@ -69,14 +70,18 @@ def _one_look_at_optunas_migrations():
 
 
 CHECKED = {}  # what a model's check found, by all that it looks at
+#: Folders whose tests make hundreds of small audits of few models, and pages of few mechanisms.
+AUDITS = ("auditing", "cli", "data", "docs", "faults", "integrations", "report", "sweep", "training")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _each_model_is_checked_once(request):
-    """Tests of damaged files and of sweeps start hundreds of small audits of few models: each model is checked once.
+    """Tests of audits, of damaged files and of sweeps start hundreds of small audits: each model is checked once.
 
-    What the check finds, and that audits and sweeps make it, is tested in other folders."""
-    if request.node.path.parent.name not in ("faults", "sweep"):
+    What the check finds, and that audits and sweeps make it, is tested in other folders, and of models of one's own in
+    all but two."""
+    folder = request.node.path.parent.name
+    if folder not in AUDITS:
         yield
         return
     from reconbound.auditing import models
@@ -84,6 +89,8 @@ def _each_model_is_checked_once(request):
     own = models._caveats
 
     def caveats(dataset, spec, model, inputs, targets):
+        if ":" in spec and folder not in ("faults", "sweep"):  # another test may have another model of that name
+            return own(dataset, spec, model, inputs, targets)
         private = None if dataset.private is None else dataset.private.tobytes()
         seen = inputs.tobytes(), targets.tobytes(), private, dataset.scale.tobytes(), dataset.task
         key = spec, repr(model), *seen
@@ -94,6 +101,51 @@ def _each_model_is_checked_once(request):
     models._caveats = caveats
     yield
     models._caveats = own
+
+
+REMEMBERED = []  # pairs: a function that takes long for the floors on a page, and what remembers its results
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _each_floor_is_computed_once(request):
+    """Pages and commands of the same mechanism, in tests of what is made of its floors, compute them once.
+
+    The floors themselves, and the search for noise, are tested in other folders."""
+    if request.node.path.parent.name not in AUDITS:
+        yield
+        return
+    from cheaper import remember, replaced_everywhere
+    from reconbound.bounds.divergence_success import success_from_kl
+    from reconbound.mechanisms.calibrate import calibrate, calibrate_epsilon
+    from reconbound.mechanisms.calibrate_risk import calibrate_risk
+    from reconbound.mechanisms.guarantee import floor_on, guarantee
+    from reconbound.report import text
+
+    if not REMEMBERED:
+        searched = text._calibrated, calibrate, calibrate_epsilon, calibrate_risk
+        REMEMBERED[:] = [(one, remember(one)) for one in (*searched, floor_on, guarantee, success_from_kl)]
+    with contextlib.ExitStack() as stack:
+        for own, remembered in REMEMBERED:
+            stack.enter_context(replaced_everywhere(own, remembered))
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_pages(request):
+    """Pages have a line in place of plotly's script of 4.7 MB, except in a browser, in test_report and for the docs.
+
+    Where audits and sweeps are tested, pages advise on one floor, not on four: the search for each noise takes long."""
+    folder, in_browser = request.node.path.parent.name, any(m.name == "browser" for m in request.node.iter_markers())
+    with contextlib.ExitStack() as stack:
+        if not (in_browser or folder == "docs" or request.node.path.stem == "test_report"):
+            from cheaper import short_script
+
+            stack.enter_context(short_script())
+        if folder in ("auditing", "data", "faults", "integrations", "sweep", "training"):
+            from cheaper import one_target
+
+            stack.enter_context(one_target())
+        yield
 
 
 @pytest.fixture

@@ -301,7 +301,7 @@ def test_step_equals_the_dense_reference(positions: bool, net: str) -> None:
         torch.testing.assert_close(info.along, dense.along, rtol=1e-6, atol=1e-12)
         moved = [(across @ v.flatten()).square().sum(1) / (0.7 * 0.5) ** 2 for v in directions]
         torch.testing.assert_close(info.across, torch.stack(moved).mean(0), rtol=1e-6, atol=1e-12)
-        repeated = measure(model, loss_fn, x, y, **mechanism, method=method, spectral=200)
+        repeated = measure(model, loss_fn, x, y, **mechanism, method=method, spectral=80)
         torch.testing.assert_close(repeated.spectral, dense.spectral, rtol=1e-6, atol=1e-12)
     for name, value in dense.gradient_sum.items():
         torch.testing.assert_close(info.gradient_sum[name], value, rtol=1e-6, atol=1e-9)

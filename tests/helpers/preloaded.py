@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 
+import cheaper
+
 #: The modules whose functions the processes call; what the first audit, the first sweep and the first group of ranks
 #: load late.
 for name in (
@@ -31,3 +33,6 @@ for name in (
         importlib.import_module(name)
     except ImportError:  # of a library that is not installed: the tests that need it are skipped
         continue
+
+for change in (cheaper.short_script(), cheaper.one_target()):
+    change.__enter__()  # for good: as in the process of the tests (`conftest`), whose pages are compared with these
