@@ -57,7 +57,7 @@ def test_gradients_and_their_squares_are_those_of_patches_in_float64(shape, coun
     rule, pairs, _ = drawn(shape)
     wanted = by_patches(rule, pairs[:count])
     assert_close(products.gradients_in_parts(rule, pairs[:count]), wanted)
-    squares = products.squares_in_parts(rule, pairs[:count])
+    squares = products.gradients_in_parts(rule, pairs[:count], squared=True)
     assert squares.dtype == torch.float64
     torch.testing.assert_close(squares, wanted.flatten(1).square().sum(1), rtol=ROUNDING, atol=0)
     grouped = products.gradients_in_parts(rule, pairs[:count], grouped=True)

@@ -194,14 +194,21 @@ def capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def check_overflow(values: Tensor, name: str, what: str) -> None:
-    """Refuses values of records that are not finite: one makes a whole sum not finite, which shows who took part."""
+def check_overflow(values: Tensor, name: str, what: str, start: int = 0) -> None:
+    """Refuses values of records that are not finite: one makes a whole sum not finite, which shows who took part.
+
+    Args:
+        values: of the records of a micro-batch.
+        name: of the values.
+        what: overflows.
+        start: the micro-batch's first record.
+    """
     bad = torch.nonzero(~torch.isfinite(values)).flatten()
     if len(bad):
         first = int(bad[0])
         raise ValueError(
-            f"record {first} of the batch has {name} {values[first].item()}: {what} overflows {values.dtype} or the "
-            "dtype of the model; scale the data or the loss, or use float64"
+            f"record {start + first} of the batch has {name} {values[first].item()}: {what} overflows {values.dtype} "
+            "or the dtype of the model; scale the data or the loss, or use float64"
         )
 
 

@@ -232,8 +232,8 @@ def step_information(
                 part = replace(part, gradient_sum={})
             parts.append(part)
             if checking:
-                given.check_overflow(parts[-1].norm, "gradient norm", "its gradient")
-                given.check_overflow(parts[-1].trace, "information", "the derivative of its gradient")
+                given.check_overflow(parts[-1].norm, "gradient norm", "its gradient", rows.start)
+                given.check_overflow(parts[-1].trace, "information", "the derivative of its gradient", rows.start)
             check = checking and check and has_flat_record(parts[-1].norm)
             method = method if check else work.method
         return replace(join(parts), mask=present)
@@ -291,7 +291,7 @@ def _probed(work: Pass, plan: _Plan, h: Tensor, inverse: Tensor) -> tuple[list[T
 def _pushed(work: Pass, plan: _Plan, h: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """Returns ‖PJv‖² = ‖Jv‖² − ⟨h, v⟩² of each probe v of the private part, (B,)."""
     deflate = plan.options.probes.deflate
-    slope = work.slope() if deflate > 1 else None
+    slope = work.slope if deflate > 1 else None
     third = work.output_slope() if deflate > 2 else None
     basis = Basis(
         h if deflate else None,

@@ -33,15 +33,7 @@ from reconbound.fisher.passes.mixed import MixedPass
 from reconbound.fisher.passes.products import zero_sums
 from reconbound.fisher.passes.recorder import _CHECKED, NotCovered, passed_checks
 from reconbound.validate.model import ModelError
-from reconbound.validate.private import (
-    Inputs,
-    Private,
-    Problem,
-    batch_rows,
-    count_records,
-    private_part,
-    trainable,
-)
+from reconbound.validate.private import Inputs, Private, Problem, batch_rows, count_records, private_part, trainable
 from reconbound.validate.watch import call_with, converted
 
 Pass = LayerPass | MixedPass | GenericPass
@@ -113,7 +105,7 @@ def clipped_gradient_sum(
                 return clipped_gradient_sum(model, loss_fn, inputs, targets, **how)
             norms.append(work.norms())
             if checking:
-                check_overflow(norms[-1], "gradient norm", "its gradient")
+                check_overflow(norms[-1], "gradient norm", "its gradient", rows.start)
             check = checking and check and has_flat_record(norms[-1])
             method = method if check else work.method
             factors.append(Clipping(norms[-1], max_grad_norm, clip).factor)

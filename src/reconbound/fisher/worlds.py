@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from reconbound._internal.checks import InputError, choice, function
 from reconbound._internal.opacus_hooks import without_hooks
 from reconbound._internal.rng import random_states_kept
-from reconbound.fisher.clipping import Clip, check_clip, clipping
+from reconbound.fisher.clipping import Clip, Clipping
 from reconbound.fisher.options import (
     SumOptions,
     check_arguments,
@@ -212,7 +212,7 @@ def _distances(work: Pass, worlds: list[str], clip: Clip, bound: float, *, check
     norms = work.norms()
     if check:
         check_overflow(norms, "gradient norm", "its gradient")
-    factor = clipping(norms, bound, check_clip(clip)).factor
+    factor = Clipping(norms, bound, clip).factor
     records = len(norms) // (1 + len(worlds))
     real, *others = (slice(k * records, (k + 1) * records) for k in range(1 + len(worlds)))
     own = work.rows(real)

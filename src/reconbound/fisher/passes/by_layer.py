@@ -30,7 +30,6 @@ from reconbound.fisher.passes.recorder import (
     Passed,
     Recorder,
     Site,
-    all_zero,
     check_covered,
     check_leading,
     check_order,
@@ -86,10 +85,11 @@ class LayerPass:
                 deltas = list(torch.autograd.grad(losses.sum(), at, **how))
             if due and live:
                 check_rows_own(losses, sites, deltas[: len(sites)])
-            if live and not (due and all_zero(deltas[: len(sites)])):  # such a batch would show nothing
+            shown = not due or any(bool(d.any()) for d in deltas[: len(sites)] if d is not None)
+            if live and shown:  # a batch without a gradient shows nothing
                 passed.add(len(z))
         at_z = deltas.pop() if sloped else None
-        self.at_z = torch.zeros_like(z) if at_z is None else at_z.detach()
+        self.slope = torch.zeros_like(z) if at_z is None else at_z.detach()  # ∇_z ℓ
         self.graph_sites = [(s, d) for s, d in zip(sites, deltas, strict=True) if d is not None]
         self.sites = [s for s, _ in self.graph_sites]
         self.graph_deltas = [d for _, d in self.graph_sites]
@@ -150,10 +150,6 @@ class LayerPass:
         squares: list[Tensor] = []
         seeds = self._record_direction(self.own_pairs, squares, moving=moving)
         return self._norms(squares), self._pull(*seeds, moving=moving)
-
-    def slope(self) -> Tensor:
-        """Returns ∇_z ℓ, of z's shape."""
-        return self.at_z
 
     def output_slope(self) -> Tensor | None:
         """Returns ∇_z ½‖f − mean f‖² of a record's outputs f; None if they are no tensor with a row for each record."""
@@ -233,7 +229,9 @@ class LayerPass:
         for name, uses in self.weight_uses.items():
             if name in without:
                 continue
-            alone = products.squares_in_parts(self.sites[uses[0]].rule, pairs[uses[0]]) if len(uses) == 1 else None
+            i, alone = uses[0], None
+            if len(uses) == 1:
+                alone = products.gradients_in_parts(self.sites[i].rule, pairs[i], squared=True)
             gradients, factors = (None, []) if alone is not None else self._formed(name, uses, pairs)
             if gradients is None:
                 found.append(products.summed_squares(factors) if alone is None else alone)
@@ -306,8 +304,12 @@ class LayerPass:
         for a, delta in pairs[i]:
             columns = rule.columns(a) if kept is None or a is not self.inputs[i] else kept
             factors.append((self._wide(columns), self._wide(rule.rows(delta))))
-        forms = products.forms_gradient(*factors[0], sum(columns.shape[-1] for columns, _ in factors))
-        return products.summed_gradients(factors) if forms else None, factors
+        (columns, rows), places = factors[0], sum(columns.shape[-1] for columns, _ in factors)
+        if columns.is_floating_point() and products.forms_gradient(
+            columns.shape[2], rows.shape[2], places, cuda=columns.is_cuda
+        ):
+            return products.summed_gradients(factors), factors
+        return None, factors
 
     def _bound(self, squares: list[Tensor], i: int, columns: Tensor, rows: Tensor, grams: Pair | None = None) -> None:
         """Adds squares, not below those of the contributions that `weighted_sum` makes of this use, (B,).

@@ -45,6 +45,7 @@ class GenericPass:
     def own(self, *, moving: bool = False) -> tuple[Tensor, Tensor]:
         return self.norms(), self._each(self._pull, self.z, self.gradients)
 
+    @property
     def slope(self) -> Tensor:
         at_z: Tensor = self._each(lambda z, pub: grad(lambda z: self._loss(self.params, z, pub))(z), self.z)
         return at_z

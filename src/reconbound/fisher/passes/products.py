@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -66,15 +66,11 @@ def squares(*gradients: Tensor) -> Tensor:
     flat = [g.flatten(1) for g in gradients]
     few = [f for f in flat if _in_float64(f)]
     many = [part for f in flat if not _in_float64(f) for part in _norms_of_stretches(f)]
-    found = [_squares_of_rows(parts) for parts in (few, many) if parts]
+    found: list[Tensor] = []
+    for parts in filter(None, (few, many)):
+        side_by_side = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        found.append(torch.linalg.vector_norm(side_by_side, dim=1, dtype=torch.float64).square())
     return found[0] if len(found) == 1 else found[0] + found[1]
-
-
-def _squares_of_rows(parts: list[Tensor]) -> Tensor:
-    """Returns the squared norm of each row of parts that lie side by side, (B,), in float64."""
-    joined = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-    sizes: Tensor = torch.linalg.vector_norm(joined, dim=1, dtype=torch.float64)
-    return sizes.square()
 
 
 def _in_float64(values: Tensor) -> bool:
@@ -124,9 +120,8 @@ def squares_above(*gradients: Tensor) -> Tensor:
 
     A gradient whose squares are all too small for its precision counts as nothing: clip norms that small are refused.
     """
-    found = squares(*gradients)
-    lost = sum(_underflow(g, math.prod(g.shape[1:])) for g in gradients)
-    above = found * (1 + _squares_rounding(*gradients))
+    found, (rounding, lost) = squares(*gradients), _squares_errors(*gradients)
+    above = found * (1 + rounding)
     return above + (found > 0) * lost if lost else above
 
 
@@ -146,24 +141,26 @@ def single_place_squares_above(
     """
     factors, above = [], (1 + rounding) ** 2
     for found, values in ((of_columns, columns), (of_rows, rows)):
-        lost = _underflow(values, values.shape[2])
+        rounding_of_squares, lost = _squares_errors(values)
         factors.append(found + values.bool().any(2, keepdim=True) * lost if lost else found)
-        above *= 1 + _squares_rounding(values)
+        above *= 1 + rounding_of_squares
     return gram_squares(*factors) * above
 
 
-def _squares_rounding(*gradients: Tensor) -> float:
-    """Returns the relative error of `squares`: that of a stretch of 256 numbers, or of all of them in float64."""
-    numbers = sum(math.prod(g.shape[1:]) for g in gradients)
-    in_float64 = (numbers + 8) * 2.0**-53
-    return in_float64 + (_STRETCH + 8) * max(torch.finfo(g.dtype).eps for g in gradients) / 2
+def _squares_errors(*gradients: Tensor) -> tuple[float, float]:
+    """Returns the relative error of `squares`, and what it may lose of numbers whose squares are too small.
 
-
-def _underflow(values: Tensor, numbers: int) -> float:
-    """Returns what `squares` may lose of n numbers whose squares are too small: float64 has room for float32."""
-    if values.dtype != torch.float64 and _in_float64(values):
-        return 0.0
-    return numbers * torch.finfo(values.dtype).tiny
+    The relative error is that of a stretch of 256 numbers, or of all of them in float64. Nothing is lost where float32
+    numbers are squared in float64, which has room for them.
+    """
+    numbers = [math.prod(g.shape[1:]) for g in gradients]
+    rounding = (sum(numbers) + 8) * 2.0**-53 + (_STRETCH + 8) * max(torch.finfo(g.dtype).eps for g in gradients) / 2
+    lost = sum(
+        n * torch.finfo(g.dtype).tiny
+        for n, g in zip(numbers, gradients, strict=True)
+        if g.dtype == torch.float64 or not _in_float64(g)
+    )
+    return rounding, lost
 
 
 def gram_squares(of_columns: Tensor, of_rows: Tensor) -> Tensor:
@@ -308,17 +305,9 @@ def weighted_sums(weights: Tensor, gradients: Mapping[str, Tensor]) -> dict[str,
     return {name: found[name] if name in found else weights @ f for name, f in flat.items()}
 
 
-def forms_gradient(columns: Tensor, rows: Tensor, places: int) -> bool:
+def forms_gradient(k: int, o: int, places: int, *, cuda: bool) -> bool:
     """Returns whether it is cheaper to form G (O·K numbers) than the Gram matrices of L × L places, in float64."""
-    if not columns.is_floating_point():
-        return False
-    k, o = columns.shape[2], rows.shape[2]
-    small = columns.is_cuda and k * o <= _SMALL and places > _FEW_PLACES
-    return small or _is_cheaper(k, o, places)
-
-
-def _is_cheaper(k: int, o: int, places: int) -> bool:
-    return k * o < 2 * (k + o) * places
+    return k * o < 2 * (k + o) * places or (cuda and k * o <= _SMALL and places > _FEW_PLACES)
 
 
 def record_gradients(columns: Tensor, rows: Tensor) -> Tensor:
@@ -328,7 +317,7 @@ def record_gradients(columns: Tensor, rows: Tensor) -> Tensor:
     return rows @ columns.transpose(2, 3)
 
 
-def gradients_in_parts(rule: Rule, pairs: list[Pair], *, grouped: bool = False) -> Tensor | None:
+def gradients_in_parts(rule: Rule, pairs: list[Pair], *, grouped: bool = False, squared: bool = False) -> Tensor | None:
     """Returns the sum of the gradients that pairs (a, δ) make in a convolution on a CPU, for a few records at a time.
 
     Each record's gradient is a product of its own, as in `record_gradients`.
@@ -337,47 +326,33 @@ def gradients_in_parts(rule: Rule, pairs: list[Pair], *, grouped: bool = False) 
         rule: the layer's.
         pairs: (a, δ) of all records.
         grouped: only where no patches are made (`convolutions.groups_apply`).
+        squared: only its squared norm, so that few gradients are held at once.
 
     Returns:
-        (B, g, O, K), or None: it is no convolution on a CPU, or it is cheaper not to form the gradients.
+        (B, g, O, K), or squared (B,) in float64. None: it is no convolution on a CPU, or its numbers have several
+        precisions, or it is cheaper not to form the gradients.
     """
-    if not isinstance(rule, ConvRule) or not _forms_on_cpu(rule, pairs) or (grouped and not _grouped(rule, pairs)):
+    if not isinstance(rule, ConvRule):
         return None
-    return _in_parts(rule, pairs, lambda gradients: gradients)
-
-
-def squares_in_parts(rule: Rule, pairs: list[Pair]) -> Tensor | None:
-    """Returns the squared norms of what `gradients_in_parts` returns, (B,), in float64. Few are formed at once."""
-    if not isinstance(rule, ConvRule) or not _forms_on_cpu(rule, pairs):
+    (a, delta), dtypes = pairs[0], {values.dtype for pair in pairs for values in pair}
+    if a.device.type != "cpu" or len(dtypes) > 1 or not len(a):
         return None
-    return _in_parts(rule, pairs, squares)
-
-
-def _in_parts(rule: ConvRule, pairs: list[Pair], found: Callable[[Tensor], Tensor]) -> Tensor:
-    """Returns what is found from the sum of the gradients that pairs make."""
-    (a, delta), grouped = pairs[0], _grouped(rule, pairs)
+    k, o = a.shape[1] // rule.groups * math.prod(rule.kernel), delta.shape[1] // rule.groups
+    by_groups = convolutions.groups_apply(rule, a.shape[1], delta)
+    if (grouped and not by_groups) or not forms_gradient(k, o, math.prod(delta.shape[2:]) * len(pairs), cuda=False):
+        return None
 
     def part(*flat: Tensor) -> Tensor:
         some = [*zip(flat[::2], flat[1::2], strict=True)]
-        if grouped:
-            return found(convolutions.grouped_gradients(rule, some))
-        return found(summed_gradients([(rule.columns(a), rule.rows(delta)) for a, delta in some]))
+        if by_groups:
+            found = convolutions.grouped_gradients(rule, some)
+        else:
+            found = summed_gradients([(rule.columns(a), rule.rows(delta)) for a, delta in some])
+        return squares(found) if squared else found
 
-    each = delta.shape[1] if grouped else math.prod(delta.shape[2:])  # of gradients, or of patches
+    each = delta.shape[1] if by_groups else math.prod(delta.shape[2:])  # of gradients, or of patches
     numbers = len(pairs) * a.shape[1] * math.prod(rule.kernel) * each
     return convolutions.in_parts(part, numbers, *(values for pair in pairs for values in pair))
-
-
-def _grouped(rule: ConvRule, pairs: list[Pair]) -> bool:
-    return convolutions.groups_apply(rule, pairs[0][0].shape[1], pairs[0][1])
-
-
-def _forms_on_cpu(rule: ConvRule, pairs: list[Pair]) -> bool:
-    """Returns whether a convolution on a CPU forms the gradients that pairs (a, δ) make, all of one precision."""
-    (a, delta), dtypes = pairs[0], {values.dtype for pair in pairs for values in pair}
-    k, o = a.shape[1] // rule.groups * math.prod(rule.kernel), delta.shape[1] // rule.groups
-    places = math.prod(delta.shape[2:]) * len(pairs)
-    return a.device.type == "cpu" and len(dtypes) == 1 and len(a) > 0 and _is_cheaper(k, o, places)
 
 
 def summed_gradients(factors: list[Pair]) -> Tensor:

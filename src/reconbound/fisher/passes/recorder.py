@@ -120,7 +120,7 @@ class Recorder(TwiceDifferentiable):
         image = func in _IMAGES  # a record is a batch of one, whose dimension is left out
         if image and (input.dim() != (_IMAGES[func] or input.dim()) or input.shape[0] != 1):
             return None
-        others = [t for t in (*rest, *how.values()) if isinstance(t, Tensor) and self.name(t) is None]
+        others = [t for t in (*rest, *how.values()) if isinstance(t, Tensor) and id(t) not in self.names]
 
         def run(records: int, dims: tuple[int | None, ...], a: Tensor) -> Tensor:
             if any(dim is not None for dim in dims[1:-1]):
@@ -136,9 +136,6 @@ class Recorder(TwiceDifferentiable):
         except _NotByRow:
             return None
         return found
-
-    def name(self, param: Tensor | None) -> str | None:
-        return self.names.get(id(param))
 
     def constant(self, param: Tensor | None) -> Any:
         """Returns the parameter, detached if its gradient is taken from the recorded uses."""
@@ -185,7 +182,7 @@ def _linear(rec: Recorder, input: Tensor, weight: Tensor, bias: Tensor | None = 
         return None
     constants = rec.constant(weight), rec.constant(bias)
     a = input.contiguous()
-    recorded = rec.name(weight) is not None or rec.name(bias) is not None
+    recorded = id(weight) in rec.names or id(bias) in rec.names
     if not recorded and any(t is not None and t.requires_grad for t in constants):
         return None  # computed from others
     output = F.linear(a, *constants)
@@ -219,7 +216,7 @@ def _conv(rank: int) -> Callable[..., Tensor | None]:
         output = convolve(a, constant, rule)
         if bias is not None:
             output = output + rule.bias(rec.constant(bias).to(output.dtype), output)
-        if rec.name(weight) is None and rec.name(bias) is None:
+        if id(weight) not in rec.names and id(bias) not in rec.names:
             return output  # frozen: nothing to record, and still cheap to differentiate twice
         return rec.add(rule, a, output, weight, bias)
 
@@ -229,7 +226,7 @@ def _conv(rank: int) -> Callable[..., Tensor | None]:
 def _embedding(
     rec: Recorder, input: Tensor, weight: Tensor, padding_idx: int | None = None, **how: Any
 ) -> Tensor | None:
-    if rec.name(weight) is None or how["max_norm"] is not None or how["scale_grad_by_freq"] or how["sparse"]:
+    if id(weight) not in rec.names or how["max_norm"] is not None or how["scale_grad_by_freq"] or how["sparse"]:
         return None
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
@@ -250,7 +247,7 @@ def _normalised(function: Any, rule_of: Callable[[Any], ScaleRule]) -> Callable[
         output = a if weight is None else rule.apply(a, rec.constant(weight))
         if bias is not None:
             output = output + rule.bias(rec.constant(bias), a)
-        if rec.name(weight) is None and rec.name(bias) is None:
+        if id(weight) not in rec.names and id(bias) not in rec.names:
             return output  # nothing to record, and still cheap to differentiate twice
         return rec.add(rule, a, output, weight, bias)
 
@@ -352,10 +349,6 @@ def check_order(sites: list[Site], losses: Tensor, alone: Mapping[int, tuple[lis
         for site, one in zip(sites, own, strict=True):
             if not close(one.a[0], site.a[row], 0.02):  # a batch of another size is rounded otherwise
                 raise NotCovered(f"the input of {site.weight or site.bias} has other values of record {row} in its row")
-
-
-def all_zero(deltas: list[Tensor | None]) -> bool:
-    return not any(bool(delta.any()) for delta in deltas if delta is not None)
 
 
 def uses_by_name(names: Iterable[str | None]) -> dict[str, list[int]]:
