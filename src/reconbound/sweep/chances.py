@@ -30,7 +30,8 @@ CHANCES = {
     f"success_{REMOVED}_p99": "all but 1 in 100",
     f"success_{REMOVED}_median": "the median record",
 }
-_ESTIMATE = "_estimate"
+#: The ending of the column that says whether a chance is an estimate.
+ESTIMATE = "_estimate"
 
 
 def chances_of(ledger: DivergenceLedger) -> Row:
@@ -51,7 +52,7 @@ def chances_of(ledger: DivergenceLedger) -> Row:
     row: Row = {}
     for name in CHANCES:
         place = name.rpartition("_")[2]
-        row |= {name: found[place], name + _ESTIMATE: place in estimates}
+        row |= {name: found[place], name + ESTIMATE: place in estimates}
     return row
 
 
@@ -99,9 +100,4 @@ def format_chance(row: Row, name: str) -> str:
     '12.4% (estimate)'
     """
     value = row.get(name)
-    return "–" if value is None else formats.chance(float(value), estimate=bool(row.get(name + _ESTIMATE)))
-
-
-def columns_in(rows: Iterable[Row]) -> list[str]:
-    """Returns the table's columns of the chances that the rows have: each, and whether it is an estimate."""
-    return [name + ending for name in chances_in(rows) for ending in ("", _ESTIMATE)]
+    return "–" if value is None else formats.chance(float(value), estimate=bool(row.get(name + ESTIMATE)))

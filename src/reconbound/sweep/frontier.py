@@ -188,8 +188,9 @@ def columns_of(rows: Sequence[Row]) -> list[str]:
     first = ["trial", *space.PARAMETERS, "steps", "accuracy", "accuracy_sd"]
     last = ["epsilon", "epsilon_add_remove", "delta", "success_at_1_percent", "never_drawn", "measured_median",
             "never_measured", "zero_information"]  # fmt: skip
+    success = (name + ending for name in chances.chances_in(rows) for ending in ("", chances.ESTIMATE))
     floors = (name for floor in FLOORS for name in (floor, crossed_of(floor)) if name is not None)
-    return [name for name in (*first, *chances.columns_in(rows), *floors, *last) if name in there]
+    return [name for name in (*first, *success, *floors, *last) if name in there]
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -110,8 +110,8 @@ def run_page(rows: Sequence[Row], facts: Mapping[str, Any], *, ledger: bool = Fa
         ledger: whether its ledger is in the folder.
     """
     names = settings_in(rows)
-    flags = set(chances.columns_in(rows)) - set(chances.CHANCES)
-    kept = [name for name in frontier.columns_of(rows) if name not in ("trial", "steps", *names, *flags)]
+    columns = (name for name in frontier.columns_of(rows) if not name.endswith(chances.ESTIMATE))
+    kept = [name for name in columns if name not in ("trial", "steps", *names)]
     context = {
         "title": f"Run {rows[0]['trial']}",
         "setting": [(name, _value(rows[0][name])) for name in names],
