@@ -46,7 +46,7 @@ _TOGETHER = 512
 SNAPSHOT = "parameters-{run}-{step}.safetensors"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Snapshots(Callback):
     """Keeps the released parameters, snapshots of all runs, and a history of the first run.
 
@@ -113,7 +113,7 @@ def owner(learner: PrivateSGD) -> str:
     return json_digest([learner.identity, learner.seed])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SnapshotMeasurements:
     """Measures records at the snapshots of a finished training.
 
