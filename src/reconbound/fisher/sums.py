@@ -42,7 +42,7 @@ from reconbound.validate.private import (
     private_part,
     trainable,
 )
-from reconbound.validate.watch import call_with, converted
+from reconbound.validate.watch import arguments, converted
 
 Pass = LayerPass | MixedPass | GenericPass
 
@@ -419,7 +419,8 @@ def _in_float64(model: nn.Module, few: tuple[Any, Any]) -> tuple[nn.Module, tupl
     try:
         wide = copy.deepcopy(model).double()
         with torch.no_grad():
-            call_with(wide, widened[0])
+            args, kwargs = arguments(widened[0])
+            wide(*args, **kwargs)
     except (RuntimeError, TypeError, ValueError):
         return None
     return wide, widened
