@@ -34,7 +34,7 @@ from reconbound.fisher.passes.products import zero_sums
 from reconbound.fisher.passes.recorder import _CHECKED, NotCovered, passed_checks
 from reconbound.validate.model import ModelError
 from reconbound.validate.private import Inputs, Private, Problem, batch_rows, count_records, private_part, trainable
-from reconbound.validate.watch import call_with, converted
+from reconbound.validate.watch import arguments, converted
 
 Pass = LayerPass | MixedPass | GenericPass
 
@@ -411,7 +411,8 @@ def _in_float64(model: nn.Module, few: tuple[Any, Any]) -> tuple[nn.Module, tupl
     try:
         wide = copy.deepcopy(model).double()
         with torch.no_grad():
-            call_with(wide, widened[0])
+            args, kwargs = arguments(widened[0])
+            wide(*args, **kwargs)
     except (RuntimeError, TypeError, ValueError):
         return None
     return wide, widened

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from reconbound._internal.checks import InputError, choice
 from reconbound._internal.rng import random_states_kept
 from reconbound.validate.model import CHECKPOINTING, ModelError, check_losses
-from reconbound.validate.watch import TwiceDifferentiable, call_with, close
+from reconbound.validate.watch import TwiceDifferentiable, arguments, call_with, close
 
 _NAMED = 5  # parameters that a caveat names; the others are counted
 Inputs = Any  # a tensor, or a tuple or dictionary of tensors: model(x), model(*x) or model(**x)
@@ -130,7 +130,8 @@ class Problem:
             mode or TwiceDifferentiable(),
             disable_saved_tensors_hooks(CHECKPOINTING),
         ):
-            outputs = call_with(self.model, inputs, params)
+            call = arguments(inputs)
+            outputs = self.model(*call.args, **call.kwargs) if params is None else call_with(self.model, call, params)
             losses = self.loss_fn(outputs, targets)
         check_losses(losses, z.shape[0])
         return losses, outputs
@@ -193,7 +194,8 @@ def private_part(problem: Problem, inputs: Inputs, targets: Any) -> Tensor:
         z = targets
     elif private.part == "module":
         with torch.no_grad(), _called_once(problem.model, private, lambda output: None) as outputs:
-            call_with(problem.model, inputs)
+            args, kwargs = arguments(inputs)
+            problem.model(*args, **kwargs)
         z = outputs[0]
     elif isinstance(inputs, Tensor):
         z = inputs

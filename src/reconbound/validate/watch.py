@@ -121,23 +121,26 @@ def run(model: nn.Module, loss_fn: LossFn, inputs: Any, targets: Any) -> Trace:
     return trace
 
 
-def call_with(model: nn.Module, inputs: Any, tensors: Mapping[str, Tensor] | None = None) -> Any:
-    """Calls a model: model(x), model(*x) or model(**x).
+def arguments(inputs: Any) -> Call:
+    """Returns how a model is called with a batch, model(x), model(*x) or model(**x); a Call as it is."""
+    if isinstance(inputs, Call):
+        return inputs
+    if isinstance(inputs, Mapping):
+        return Call((), dict(inputs))
+    return Call(tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {})
+
+
+def call_with(model: nn.Module, inputs: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Calls a model with other parameters and buffers; a shared one is replaced at every place.
+
+    `functional_call` would leave it in a module that has two names.
 
     Args:
         model: the model.
         inputs: a tensor, a tuple or dictionary of tensors, or a Call.
-        tensors: parameters and buffers to use in place of the model's, by name; a shared one is replaced at every
-            place, where `functional_call` would leave it in a module that has two names.
+        tensors: takes the place of the model's own, by name.
     """
-    if isinstance(inputs, Call):
-        args, kwargs = inputs
-    elif isinstance(inputs, Mapping):
-        args, kwargs = (), dict(inputs)
-    else:
-        args, kwargs = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
-    if tensors is None:
-        return model(*args, **kwargs)
+    args, kwargs = arguments(inputs)
     given: dict[int, Tensor] = {}
     places: dict[str, int] = {}
     seen: set[nn.Module] = set()
