@@ -140,8 +140,10 @@ def _small_pages(request):
 
     Where audits and sweeps are tested, pages advise on one floor, not on four: the search for each noise takes long."""
     folder, in_browser = request.node.path.parent.name, any(m.name == "browser" for m in request.node.iter_markers())
+    whole = in_browser or folder == "docs" or request.node.path.stem == "test_report"
+    pages = folder in AUDITS or "reconbound.report.pages" in sys.modules  # tests of bounds alone load no torch
     with contextlib.ExitStack() as stack:
-        if not (in_browser or folder == "docs" or request.node.path.stem == "test_report"):
+        if pages and not whole:
             from cheaper import short_script
 
             stack.enter_context(short_script())
