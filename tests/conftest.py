@@ -116,18 +116,22 @@ def _each_floor_is_computed_once(request):
         return
     from cheaper import remember, replaced_everywhere
     from reconbound.bounds.divergence_success import success_from_kl
+    from reconbound.mechanisms.base import Mechanism
     from reconbound.mechanisms.calibrate import calibrate, calibrate_epsilon
     from reconbound.mechanisms.calibrate_risk import calibrate_risk
     from reconbound.mechanisms.guarantee import floor_on, guarantee
     from reconbound.report import text
 
     if not REMEMBERED:
-        searched = text._calibrated, calibrate, calibrate_epsilon, calibrate_risk
-        REMEMBERED[:] = [(one, remember(one)) for one in (*searched, floor_on, guarantee, success_from_kl)]
+        searched = text._calibrated, text._chances_of_groups, calibrate, calibrate_epsilon, calibrate_risk
+        taking = *searched, floor_on, guarantee, success_from_kl, Mechanism.protection
+        REMEMBERED[:] = [(one, remember(one)) for one in taking]
     with contextlib.ExitStack() as stack:
         for own, remembered in REMEMBERED:
             stack.enter_context(replaced_everywhere(own, remembered))
+        Mechanism.protection = REMEMBERED[-1][1]
         yield
+        Mechanism.protection = REMEMBERED[-1][0]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -136,8 +140,10 @@ def _small_pages(request):
 
     Where audits and sweeps are tested, pages advise on one floor, not on four: the search for each noise takes long."""
     folder, in_browser = request.node.path.parent.name, any(m.name == "browser" for m in request.node.iter_markers())
+    whole = in_browser or folder == "docs" or request.node.path.stem == "test_report"
+    pages = folder in AUDITS or "reconbound.report.pages" in sys.modules  # tests of bounds alone load no torch
     with contextlib.ExitStack() as stack:
-        if not (in_browser or folder == "docs" or request.node.path.stem == "test_report"):
+        if pages and not whole:
             from cheaper import short_script
 
             stack.enter_context(short_script())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,6 +26,7 @@ def remember(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     known: dict[Any, Any] = {}
 
+    @functools.wraps(function)
     def call(*given: Any, **options: Any) -> Any:
         own = [*given, *sorted(options.items())]
         try:
