@@ -235,6 +235,15 @@ def test_pooling_and_its_transpose(kernel: tuple[int, int], stride: tuple[int, i
     assert torch.autograd.gradgradcheck(lambda a: pool(a, kernel, stride), a)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_windows_side_by_side_have_the_bits_of_pytorch(dtype: torch.dtype) -> None:
+    a = torch.randn(3, 4, 8, 6).to(dtype).requires_grad_()
+    want = F.avg_pool2d(a, 2)
+    delta = torch.randn(want.shape).to(dtype)
+    assert torch.equal(average(a.detach(), (2, 2), (2, 2)), want)
+    assert torch.equal(unpool(delta, (2, 2), (2, 2), a.shape), torch.autograd.grad(want, a, delta)[0])
+
+
 def test_pools_that_are_left_to_pytorch() -> None:
     assert not poolable(torch.Size((2, 3, 5, 6)), (2, 2), (2, 2))
     assert not poolable(torch.Size((2, 3, 6, 6)), (3, 3), (2, 2))

@@ -85,9 +85,9 @@ class LayerPass:
                 deltas = list(torch.autograd.grad(losses.sum(), at, **how))
             if due and live:
                 check_rows_own(losses, sites, deltas[: len(sites)])
-            shown = not due or any(bool(d.any()) for d in deltas[: len(sites)] if d is not None)
-            if live and shown:  # a batch without a gradient shows nothing
-                passed.add(len(z))
+            if live and (not due or any(bool(d.any()) for d in deltas[: len(sites)] if d is not None)):
+                # (a batch without a gradient shows nothing)
+                passed.batches, passed.largest = passed.batches + 1, max(passed.largest, len(z))
         at_z = deltas.pop() if sloped else None
         self.slope = torch.zeros_like(z) if at_z is None else at_z.detach()  # ∇_z ℓ
         self.graph_sites = [(s, d) for s, d in zip(sites, deltas, strict=True) if d is not None]
@@ -99,7 +99,8 @@ class LayerPass:
         self.own_pairs: list[list[Pair]] = [[pair] for pair in zip(self.inputs, self.deltas, strict=True)]
         self.weight_uses = uses_by_name(s.weight for s in self.sites)
         self.bias_uses = uses_by_name(s.bias for s in self.sites)
-        self.formed: dict[str, Tensor] = {}
+        self.biases = {name: self._bias_direction(uses, self.own_pairs) for name, uses in self.bias_uses.items()}
+        self.formed: dict[str, Tensor] = {}  # gradients of each record, by name; with the norms those of biases too
         self.unformed: dict[int, products.GramSquares] = {}  # of uses with several places
         self.cancelling: set[int] = set()  # of those, the ones to be summed in float64 (products.cancelling)
         self.columns: dict[int, Tensor] = {}  # of the inputs, kept while products Jv are to follow
@@ -250,8 +251,7 @@ class LayerPass:
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
         """Returns Σ_i weights_i g_i, by parameter name, in float32 or wider."""
         weights = self._wide(weights)
-        self._form_biases()
-        found = products.weighted_sums(weights, self.formed)
+        found = products.weighted_sums(weights, self.formed | self.biases)
         sums = {name: total.reshape(self.params[name].shape) for name, total in found.items()}
         for i, (site, a, delta) in enumerate(zip(self.sites, self.inputs, self.deltas, strict=True)):
             if site.weight is not None and site.weight not in self.formed:
@@ -271,7 +271,7 @@ class LayerPass:
 
     def _norms(self, squares: list[Tensor]) -> Tensor:
         """Returns the norms, (B,). squares: of weights whose gradients are not formed; biases are added here."""
-        self._form_biases()
+        self.formed |= self.biases
         if self.formed:
             squares = [*squares, products.squares_above(*self.formed.values())]
         floats, frozen = self.dtype == torch.float64, capturing(self.losses)
@@ -283,11 +283,6 @@ class LayerPass:
         if self.unformed and not (floats or frozen):
             self.cancelling = products.cancelling(self.unformed, total)
         return products.rounded_above(total, self.dtype)
-
-    def _form_biases(self) -> None:
-        for name, uses in self.bias_uses.items():
-            if name not in self.formed:
-                self.formed[name] = self._bias_direction(uses, self.own_pairs)
 
     def _formed(self, name: str, uses: list[int], pairs: list[list[Pair]]) -> tuple[Tensor | None, list[Pair]]:
         """Returns the weight's gradients, if it is cheaper to form them, and (of a single use) their factors."""
@@ -353,9 +348,7 @@ class LayerPass:
                 if site.a.requires_grad:
                     along_input[i] = products.transpose_each(site.rule, delta, formed, a)
         for name, uses in self.bias_uses.items():
-            direction = self._bias_direction(uses, pairs)
-            if squares is not None:
-                self.formed[name] = direction
+            direction = self._bias_direction(uses, pairs) if squares is None else self.biases[name]
             for i in uses:
                 rows = self.sites[i].rule.rows(self.deltas[i])
                 spread = direction.reshape(*rows.shape[:3], 1).expand_as(rows)

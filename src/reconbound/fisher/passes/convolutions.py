@@ -314,10 +314,7 @@ def unpool(delta: Tensor, kernel: Pair, stride: Pair, shape: torch.Size) -> Tens
         return average(F.pad(delta, (columns, columns, rows, rows)), kernel, stride)
     share = delta / (kernel[0] * kernel[1])
     if delta.is_cuda:
-        rows, columns = delta.shape[2:]
-        return (
-            share[:, :, :, None, :, None].expand(*delta.shape[:2], rows, kernel[0], columns, kernel[1]).reshape(shape)
-        )
+        return share[:, :, :, None, :, None].expand(-1, -1, -1, kernel[0], -1, kernel[1]).reshape(shape)
     images = share.new_empty(*delta.shape[:3], kernel[0], shape[3])
     for i in range(kernel[1]):
         images[:, :, :, 0, i :: kernel[1]] = share
@@ -326,11 +323,11 @@ def unpool(delta: Tensor, kernel: Pair, stride: Pair, shape: torch.Size) -> Tens
 
 
 def average(a: Tensor, kernel: Pair, stride: Pair) -> Tensor:
-    """Computes average pooling; 2 × 2 windows in two passes, which is up to eight times as fast as PyTorch's kernel."""
+    """Computes average pooling; 2 × 2 windows by sums of whole images, which is faster than PyTorch's kernel."""
     if kernel == (2, 2) and stride == (1, 1):
         across = torch.lerp(a[..., 1:], a[..., :-1], 0.5)
         return torch.lerp(across[..., 1:, :], across[..., :-1, :], 0.5)
-    if kernel == (2, 2) and stride == (2, 2) and not a.is_cuda:  # whole rows first
-        down = torch.lerp(a[..., 1::2, :], a[..., ::2, :], 0.5)
-        return torch.lerp(down[..., 1::2], down[..., ::2], 0.5)
+    if kernel == (2, 2) and stride == (2, 2) and not a.is_cuda and a.dtype in (torch.float32, torch.float64):
+        total = a[..., ::2, ::2] + a[..., ::2, 1::2]  # in PyTorch's order, so that every bit is the same
+        return total.add_(a[..., 1::2, ::2]).add_(a[..., 1::2, 1::2]).mul_(0.25)
     return F.avg_pool2d(a, kernel, stride)

@@ -52,9 +52,6 @@ class Passed:
         """Returns whether a batch is to be checked: the first, one after 1, 2, 4, 8, ..., and any larger one."""
         return records > self.largest or self.batches & (self.batches - 1) == 0
 
-    def add(self, records: int) -> None:
-        self.batches, self.largest = self.batches + 1, max(self.largest, records)
-
 
 class NotCovered(Exception):
     """Raised where the layer rules do not cover a model; the message says why."""
