@@ -145,6 +145,7 @@ def test_clipping_that_is_another_one_is_not_repeated(how: str, monkeypatch: pyt
 @pytest.mark.parametrize("records", [1, 50, 2**16])
 def test_steps_are_added_to_the_ledger_together(records: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """After 16 of them, or as many as have so many records, and whenever the ledger is read."""
+    monkeypatch.setattr("reconbound.integrations.ledger._STEPS", 16)
     monkeypatch.setattr("reconbound.integrations.ledger._RECORDS", records)
     made, waiting = private(), []
     ledger = made.watch()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from opacus.schedulers import LambdaGradClip
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
-from torch import nn
+from torch import Tensor, nn
 
 from beside_opacus import Training, exact_divergence, measured, network, private, quiet
 from reconbound._internal.checks import InputError
@@ -37,6 +38,49 @@ def test_seed_that_is_set_again_is_refused() -> None:
     assert ledger.steps == 5
 
 
+def test_another_seed_that_gives_the_same_numbers_is_refused() -> None:
+    """Torch's generator on the CPU uses the lower 32 bits of a seed."""
+    made = private()
+    made.watch()
+    torch.manual_seed(1)
+    made.train(1)
+    torch.manual_seed(1 + 2**32)
+    with pytest.raises(InputError, match="seed must not be set again during a training"):
+        made.train(1)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_seed_that_is_set_again_before_other_numbers_of_dropout_is_refused(restarted: bool) -> None:
+    """The noise would be that of the first epoch, moved by as many numbers as the batches differ in."""
+    made = private()
+    ledger = made.watch()
+    drawing(made, 5)
+    torch.manual_seed(1)
+    made.train(1)
+    state = ledger.state_dict()
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        list(made.loader)  # a look at the data
+    made.train(1)
+    if restarted:
+        made = private()
+        made.watch().load_state_dict(state)
+        drawing(made, 1)
+    torch.manual_seed(1)
+    with pytest.raises(InputError, match="seed must not be set again during a training"):
+        made.train(1)
+
+
+def drawing(made: Training, first: int) -> None:
+    """Makes a model draw random numbers: so many at first, and then one each time."""
+    counts = iter([first])
+
+    def draw(*_: Any) -> None:
+        torch.rand(next(counts, 1))
+
+    made.network.register_forward_pre_hook(draw)
+
+
 def test_seed_that_is_set_again_after_a_restart_is_refused() -> None:
     made = private()
     ledger = made.watch()
@@ -50,7 +94,7 @@ def test_seed_that_is_set_again_after_a_restart_is_refused() -> None:
     with pytest.raises(InputError, match=r"seed must not be set again .* nor after a restart"):
         again.train(1)
     with pytest.raises(InputError, match="state must have its noise states"):
-        private().watch().load_state_dict({**state, "noise_states": None})
+        private().watch().load_state_dict({**state, "noise_digests": None})
     for bounds in ([], None, 3):
         with pytest.raises(InputError, match="state must have the smallest and the largest clip norm"):
             private().watch().load_state_dict({**state, "bounds": bounds})
@@ -106,22 +150,26 @@ def test_batches_that_were_left_halfway_are_refused(fetched: int) -> None:
     assert ledger.steps == 0
 
 
+def with_records(batches: list[list[int]]) -> Iterator[tuple[list[int], Tensor]]:
+    return ((batch, torch.tensor(batch)) for batch in batches)
+
+
 def test_batches_without_a_step_are_found_at_the_end_of_an_iteration() -> None:
     """Where two batches have the same size, a step with the second one passes for one with the first."""
     sampler = UniformWithReplacementSampler(num_samples=9, sample_rate=0.2)
     batches = DrawnBatches(sampler, lambda: False, ahead=False)
-    for k, indices in enumerate(batches.recorded(iter([[1, 2], [3, 4], [5, 6]]))):
+    for k, indices in enumerate(batches.recorded(with_records([[1, 2], [3, 4], [5, 6]]))):
         if k:
             batches.take(len(indices))
     with pytest.raises(InputError, match="an iteration over all of its batches ended with fewer steps, got '1 without"):
         batches.check_complete()
     with pytest.raises(InputError, match="ended with fewer steps"):
-        next(batches.recorded(iter([[1]])))
+        next(batches.recorded(with_records([[1]])))
     looked = DrawnBatches(sampler, lambda: False, ahead=False)
-    assert list(looked.recorded(iter([[1], [2]]))) == [[1], [2]]
+    assert list(looked.recorded(with_records([[1], [2]]))) == [[1], [2]]
     looked.check_complete()  # a look at the data
     ahead = DrawnBatches(sampler, lambda: False, ahead=True)
-    for _ in ahead.recorded(iter([[1], [2]])):
+    for _ in ahead.recorded(with_records([[1], [2]])):
         ahead.take(1) if not ahead._taken else None
     ahead.check_complete()
 

@@ -82,7 +82,7 @@ def endless() -> list[Any]:
 )
 @pytest.mark.parametrize(
     "name",
-    ["mark", "noise_multiplier", "worlds", "steps", "finished", "seed", "tensors", "nats", "bounds", "noise_states"],
+    ["mark", "noise_multiplier", "worlds", "steps", "finished", "seed", "tensors", "nats", "bounds", "noise_digests"],
 )
 def test_state_with_something_else_is_refused_and_changes_nothing(name: str, value: Any) -> None:
     """Tensors were compared with numbers, and a state without its seed left a ledger of another training behind."""
@@ -103,15 +103,15 @@ def test_state_with_something_else_is_refused_and_changes_nothing(name: str, val
 
 
 def spoilt(good: dict[str, Any], rng: random.Random) -> tuple[Any, str]:
-    facts = {name: value for name, value in good.items() if name not in ("tensors", "noise_states")}
-    tensors = {**good["tensors"], "noise_states": good["noise_states"]}
+    facts = {name: value for name, value in good.items() if name not in ("tensors", "noise_digests")}
+    tensors = {**good["tensors"], "noise_digests": good["noise_digests"]}
     if rng.random() < 0.5:
         facts, what = changed(facts, rng)
     elif rng.random() < 0.9:
         what = changed_tensors(tensors, rng)
     else:
         return {**good, "tensors": rng.choice([None, [], {}, {"nats": 3}, "x"])}, "tensors"
-    return {**facts, "noise_states": tensors.pop("noise_states", None), "tensors": tensors}, what
+    return {**facts, "noise_digests": tensors.pop("noise_digests", None), "tensors": tensors}, what
 
 
 def test_a_disk_that_refuses_loses_no_report(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
-"""Models that Opacus has wrapped: its hooks are removed while a step is measured, and then restored."""
+"""Models that Opacus has wrapped: its hooks are removed while a step is measured, and then restored. Its sources."""
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
@@ -75,3 +77,11 @@ def by_opacus(hook: Any) -> bool:
     """Returns whether a hook is one of Opacus's own."""
     owner = getattr(getattr(hook, "func", hook), "__self__", None)  # a method, or a partial of one
     return any(kind.__module__.startswith("opacus.") for kind in type(owner).__mro__)
+
+
+def source_digest(*functions: Callable[..., Any]) -> str:
+    """Returns the SHA-256 of the source of some functions, in hexadecimal digits; empty where it cannot be read."""
+    try:
+        return hashlib.sha256("".join(map(inspect.getsource, functions)).encode()).hexdigest()
+    except (OSError, TypeError):
+        return ""

@@ -428,5 +428,6 @@ def removed_nats(norm: Tensor, reach: Any, sample_rate: float) -> Tensor:
         reach: the largest norm that the clip lets through, over the noise; a number, or a tensor for several trainings.
         sample_rate: q.
     """
-    nats: Tensor = poisson_kl(norm.clamp(max=reach), sample_rate) / sample_rate
+    top = None if isinstance(reach, Tensor) else float(reach)
+    nats: Tensor = poisson_kl(norm.clamp(max=reach), sample_rate, largest_norm=top) / sample_rate
     return nats

@@ -29,7 +29,7 @@ _GAUSS, _GAUSS_WEIGHTS = np.polynomial.legendre.leggauss(5)
 # --- the public functions --------------------------------------------------------------------------------------------
 
 
-def poisson_kl(norm: Any, sample_rate: float) -> Any:
+def poisson_kl(norm: Any, sample_rate: float, *, largest_norm: float | None = None) -> Any:
     """Returns the KL divergence of one Poisson-sampled Gaussian step to the same step without the record.
 
         k_q(m) = KL( (1−q) N(0,1) + q N(m,1) ‖ N(0,1) ),      k_q'(m) = q m k⊥(m),      k_q(m) ≤ q m²/2
@@ -41,9 +41,11 @@ def poisson_kl(norm: Any, sample_rate: float) -> Any:
         norm: m = ‖a‖ ≥ 0, the clipped gradient's norm over the noise's standard deviation on the sum; a number, an
             array or a tensor. What a tensor holds is not checked: NaN counts as infinite, a negative norm by its size.
         sample_rate: q in (0, 1], each record's chance to be in the batch.
+        largest_norm: a bound on all norms: less of the table is then made. Arrays and tensors get q m²/2 from a whole
+            number above it on.
 
     Guarantee:
-        - Never below the true value, and above it by less than a part in 1e11.
+        - Never below the true value, and above it by less than a part in 1e11 up to `largest_norm`.
         - An upper bound for all records with clipped norm at most m. Attacker: any; neighbours: with and without the
           record; sampler: Poisson.
 
@@ -58,7 +60,8 @@ def poisson_kl(norm: Any, sample_rate: float) -> Any:
     convex = q * m * m / 2
     if q == 1 or q < SMALLEST_RATE:
         return convex
-    return xp.minimum(_kl(m, _on(q, m), xp) * (q * _UP), convex)
+    top = None if largest_norm is None else number("largest_norm", largest_norm, at_least=0.0)
+    return xp.minimum(_kl(m, _on(q, m, top), xp) * (q * _UP), convex)
 
 
 def poisson_pair_kl(
@@ -163,13 +166,13 @@ def _pairs(pair: tuple[Any, Any, Any, Any], q: float, top: float | None, xp: Any
     delta = xp.where(b > 0, delta, zero)
     across = xp.where(b > 0, xp.clip((reach - delta) * (reach + delta), 0.0, None), a * a)  # ‖a‖² − α²
     across = xp.minimum(across, a * a)
-    value = line_kl((alpha, b, -delta), q, top, xp) + _difference(a, across, q, xp)
+    value = line_kl((alpha, b, -delta), q, top, xp) + _difference(a, across, q, top, xp)
     return xp.where(inside, q * value, xp.inf + zero)
 
 
-def _difference(norm: Any, across: Any, q: float, xp: Any) -> Any:
+def _difference(norm: Any, across: Any, q: float, top: float | None, xp: Any) -> Any:
     """Returns [k_q(‖a‖) − k_q(|α|)]/q with ‖a‖² − α² given: the difference of the table's values, or ∫ t k⊥(t) dt."""
-    table = _on(q, norm)
+    table = _on(q, norm, top)
     square = norm * norm
     ends = _kl(xp.stack([norm, xp.sqrt(xp.clip(square - across, 0.0, None))]), table, xp)
     plain = xp.clip(ends[0] - ends[1], 0.0, None)
@@ -195,40 +198,45 @@ def _number(m: float, q: float) -> float:
 
 
 @lru_cache(maxsize=64)
-def _table(q: float) -> tuple[np.ndarray, float]:
+def _table(q: float, units: int | None = None) -> tuple[np.ndarray, float]:
     """Returns coefficients (2, degree + 1, cells) of ρ = 2k_q/(q m²) and of k⊥, and ρ's distance to 1 beyond them.
+
+    With `units`, only the cells of norms below it, the same ones; beyond them ρ counts as 1, its largest value.
 
     On cell i, m = (i + (s + 1)/2)/16 and ρ is the polynomial in s through the Chebyshev nodes. k_q' = q m k⊥ gives
     k⊥ = ρ + mρ'/2, a polynomial of the same degree. Beyond the last cell k⊥ = 1 to 1e-13 and k_q grows by q m dm.
     """
     odds = math.log(q) - math.log1p(-q)
     end = 7.5 + math.sqrt(max(7.5**2 - 2 * odds, 0.0))
-    count = math.ceil(end * _CELLS_PER_UNIT)
+    count = whole = math.ceil(end * _CELLS_PER_UNIT)
+    if units is not None:
+        count = min(count, units * _CELLS_PER_UNIT)
     s = np.cos(math.pi * (np.arange(_DEGREE + 1) + 0.5) / (_DEGREE + 1))
     m = (np.arange(count)[:, None] + (s + 1) / 2) / _CELLS_PER_UNIT
-    values = np.empty_like(m)
+    rho, to_coefficients = np.empty_like(m), np.linalg.inv(np.vander(s, increasing=True)).T
     for start in range(0, count, _CELLS_PER_UNIT):  # larger norms need more nodes
         rows = slice(start, start + _CELLS_PER_UNIT)
-        values[rows] = line_kl((m[rows], 0 * m[rows], m[rows]), q, None, np) / (m[rows] ** 2 / 2)
-    rho = values @ np.linalg.inv(np.vander(s, increasing=True)).T
+        rho[rows] = (line_kl((m[rows], 0 * m[rows], m[rows]), q, None, np) / (m[rows] ** 2 / 2)) @ to_coefficients
     slope = rho[:, 1:] * np.arange(1, _DEGREE + 1)  # dρ/ds
     start_m = (np.arange(count) + 0.5)[:, None]
     across = rho.copy()
     across[:, :-1] += slope * start_m  # (m/2) dρ/dm = (16 m) dρ/ds = (i + ½ + s/2) dρ/ds
     across[:, 1:] += slope / 2
     last = count / _CELLS_PER_UNIT
-    return np.ascontiguousarray(np.stack([rho.T, across.T])), float((1 - rho[-1].sum()) * last * last)
+    missing = float((1 - rho[-1].sum()) * last * last) if count == whole else 0.0
+    return np.ascontiguousarray(np.stack([rho.T, across.T])), missing
 
 
-_copies: dict[tuple[float, Any], Any] = {}
+_copies: dict[tuple[float, int | None, Any], Any] = {}
 
 
-def _on(q: float, like: Any) -> tuple[Any, float]:
-    """Returns the rate's table on a tensor's device, and what is missing beyond its end."""
-    cells, missing = _table(q)
+def _on(q: float, like: Any, top: float | None = None) -> tuple[Any, float]:
+    """Returns the rate's table for norms up to `top` on a tensor's device, and what is missing beyond its end."""
+    units = None if top is None or top >= LARGEST_NORM else math.floor(top) + 1
+    cells, missing = _table(q, units)
     if isinstance(like, np.ndarray):
         return cells, missing
-    key = (q, like.device)
+    key = (q, units, like.device)
     if key not in _copies:
         if len(_copies) >= 64:
             _copies.clear()

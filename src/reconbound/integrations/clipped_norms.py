@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 from typing import Any
 
 import torch
@@ -16,15 +14,19 @@ from opacus.optimizers import (
     SimpleDistributedPerLayerOptimizer,
 )
 from opacus.optimizers import optimizer as opacus_optimizer
-from torch import Tensor
+from torch import _VF, Tensor
 from torch.overrides import TorchFunctionMode
 
 from reconbound._internal.checks import InputError
+from reconbound._internal.opacus_hooks import source_digest
 from reconbound.integrations.ghost import GhostNorms, check_covered, check_criterion
 
 _SMALL = 1e-6  # Opacus's clip factor is C/(norm + 1e-6), at most 1
-#: SHA-256 of the source of `DPOptimizer.clip_and_accumulate` that `_flat_sums` repeats: that of Opacus 1.6.
-_REPEATED = "28dc9fe15da665d303e439df064372b185667d1eafb1b0d7b11a52708849241e"
+#: SHA-256 of the source of `DPOptimizer.clip_and_accumulate` and of what it calls, which `_flat_sums` and
+#: `ClippedNorms._clip_again` repeat: that of Opacus 1.6.
+_REPEATED = "0898ad3580861f1e0dcefe39b68fbc983670d1745d3d5bd73770d8bec5cae133"
+#: The dtypes in which gradients may be: norms of others are rounded.
+_KINDS = frozenset((torch.float32, torch.float64))
 
 
 class _SeenCalls(TorchFunctionMode):
@@ -104,9 +106,7 @@ class ClippedNorms:
         return parts[0] if len(parts) == 1 else torch.cat(parts), bound
 
     def _clip(self) -> None:
-        bound = clip_norm(self.optimizer if self._ghost is None else self._ghost.module)
-        if self.bound is not None and bound != self.bound:
-            raise InputError("max_grad_norm", f"must not change within a batch, from {self.bound:g}", bound)
+        bound = self._one_bound(clip_norm(self.optimizer if self._ghost is None else self._ghost.module))
         if self._ghost is not None:
             norms = [self._ghost.take()]
             self._original()
@@ -115,27 +115,50 @@ class ClippedNorms:
         self._parts.append(self._joined(norms) if self._layers else norms[0].detach())
         self.bound = bound
 
+    def _clip_again(self) -> None:
+        """Clips as Opacus does, by repeating its operations, after `_clip` has compared them with it."""
+        optimizer = self.optimizer
+        bound = self._one_bound(float(optimizer.max_grad_norm))
+        params, samples = optimizer.params, []
+        for p in params:
+            found = getattr(p, "grad_sample", None)
+            if type(found) is not Tensor or hasattr(found, "_processed"):
+                opacus_optimizer._check_processed_flag(found)
+                found = optimizer._get_flat_grad_sample(p)
+            samples.append(found)
+        _check_kinds(samples)
+        norms, sums = _flat_sums(optimizer.max_grad_norm, params, samples)
+        for p, total in zip(params, sums, strict=True):
+            if p.summed_grad is None:
+                p.summed_grad = total
+            else:
+                p.summed_grad += total
+            opacus_optimizer._mark_as_processed(p.grad_sample)
+        self._parts.append(norms.detach())
+        self.bound = bound
+
+    def _one_bound(self, bound: float) -> float:
+        """Returns the clip norm of a part of a batch; refuses one that is not that of its earlier parts."""
+        if self.bound is not None and bound != self.bound:
+            raise InputError("max_grad_norm", f"must not change within a batch, from {self.bound:g}", bound)
+        return bound
+
     def _read(self) -> list[Tensor]:
-        """Clips as Opacus does; returns the norms, of each record or of each layer of each record."""
+        """Clips by Opacus's method; returns the norms, of each record or of each layer of each record."""
         params = self.optimizer.params
         samples = [self.optimizer._get_flat_grad_sample(p) for p in params]
-        kinds = {g.dtype for g in samples}
-        if not kinds <= {torch.float32, torch.float64}:
-            why = "must have gradients in float32 or float64: others are clipped to norms that are rounded"
-            raise InputError("model", why, ", ".join(map(str, kinds)))
-        if self._repeats:
-            norms, sums = _flat_sums(self.optimizer, params, samples)
-            _accumulate(params, sums)
-            return [norms]
+        _check_kinds(samples)
         compared = self._known and len(samples[0]) > 0 and all(p.summed_grad is None for p in params)
-        mine = _flat_sums(self.optimizer, params, samples) if compared else None
+        mine = _flat_sums(self.optimizer.max_grad_norm, params, samples) if compared else None
         with _SeenCalls() as seen:
             self._original()
         found = self._norms_of(seen, samples)
         if mine is not None:
+            self._known = False  # compared once
             theirs = (found[0], *(p.summed_grad for p in params))
             self._repeats = all(map(_same_bits, (mine[0], *mine[1]), theirs))
-            self._known = self._repeats  # compared once
+            if self._repeats:
+                setattr(self.optimizer, self._name, self._clip_again)
         return found
 
     def _norms_of(self, seen: _SeenCalls, samples: list[Tensor]) -> list[Tensor]:
@@ -165,47 +188,46 @@ class ClippedNorms:
 
 
 def _clips_as_known(optimizer: DPOptimizer) -> bool:
-    """Returns whether an optimizer clips by the code that `_flat_sums` repeats, not only in the batches seen so far."""
-    kind = type(optimizer)
+    """Returns whether an optimizer clips by the code that is repeated here, not only in the batches seen so far."""
+    kind, module = type(optimizer), opacus_optimizer
     if kind not in (DPOptimizer, DistributedDPOptimizer):
         return False
-    try:
-        source = inspect.getsource(kind.clip_and_accumulate)
-    except (OSError, TypeError):
-        return False
-    return hashlib.sha256(source.encode()).hexdigest() == _REPEATED
+    flags = (module._check_processed_flag, module._check_processed_flag_tensor, module._mark_as_processed)
+    return source_digest(kind.clip_and_accumulate, kind._get_flat_grad_sample, *flags) == _REPEATED
 
 
-def _flat_sums(optimizer: DPOptimizer, params: list[Any], samples: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+def _check_kinds(samples: list[Tensor]) -> None:
+    """Refuses gradients in half precision."""
+    if not _KINDS.issuperset(kinds := [g.dtype for g in samples]):
+        why = "must have gradients in float32 or float64: others are clipped to norms that are rounded"
+        raise InputError("model", why, ", ".join(map(str, {*kinds})))
+
+
+def _flat_sums(bound: Any, params: list[Any], samples: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """Returns the norm of each record's gradient, (B,), and the clipped sum for each parameter, as Opacus rounds them.
 
     Args:
-        optimizer: Opacus's.
-        params: its parameters.
+        bound: C.
+        params: the optimizer's parameters.
         samples: the gradients of each record, of each parameter.
     """
     if len(samples[0]) == 0:
-        norms = torch.zeros((0,), device=samples[0].device)
-        factors = norms
+        norms = factors = torch.zeros((0,), device=samples[0].device)
     else:
-        each = [torch.linalg.vector_norm(g.reshape(g.shape[0], -1), 2, dim=-1) for g in samples]
-        norms = torch.linalg.vector_norm(torch.stack(each, dim=1), 2, dim=1)
-        factors = (optimizer.max_grad_norm / (norms + _SMALL)).clamp(max=1.0)
+        norm = torch.linalg.vector_norm
+        each = [norm(g if g.dim() == 2 else g.reshape(g.shape[0], -1), 2, dim=-1) for g in samples]
+        norms = norm(torch.stack(each, dim=1), 2, dim=1)
+        if isinstance(bound, Tensor):
+            factors = (bound / (norms + _SMALL)).clamp(max=1.0)
+        else:  # what torch does for a number over a tensor, without tensors in between
+            factors = norms.add(_SMALL).reciprocal_().mul_(bound).clamp_(max=1.0)
     sums = []
     for p, gradients in zip(params, samples, strict=True):
-        opacus_optimizer._check_processed_flag(p.grad_sample)
-        sums.append(torch.einsum("i,i...", factors.to(p.dtype), gradients.to(p.dtype)))
+        if gradients.dtype is not p.dtype:
+            gradients = gradients.to(p.dtype)
+        own = factors if factors.dtype is p.dtype else factors.to(p.dtype)
+        sums.append(_VF.einsum("i,i...", (own, gradients)))  # type: ignore[attr-defined]  # what torch.einsum calls
     return norms, sums
-
-
-def _accumulate(params: list[Any], sums: list[Tensor]) -> None:
-    """Adds sums to those of the batch's earlier parts, and marks their gradients as used, as Opacus does."""
-    for p, total in zip(params, sums, strict=True):
-        if p.summed_grad is None:
-            p.summed_grad = total
-        else:
-            p.summed_grad += total
-        opacus_optimizer._mark_as_processed(p.grad_sample)
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

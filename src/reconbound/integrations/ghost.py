@@ -57,7 +57,7 @@ class GhostNorms:
     def get_clipping_coef(self) -> _Factors:
         """Returns Opacus's clip factors, which look at the losses that they are multiplied with."""
         factors = self.module.get_clipping_coef()
-        self._norms = self.module.per_sample_gradient_norms.flatten()
+        self._norms = self.module.per_sample_gradient_norms.flatten().clone()  # the module's may be changed later
         return _Factors(factors, self)
 
     def enable_hooks(self) -> None:

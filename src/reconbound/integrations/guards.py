@@ -6,6 +6,8 @@ import gc
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping
+from ctypes import string_at
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,7 +26,11 @@ _SETTINGS = {
     "loss_reduction": "it decides by what the noisy sum is divided",
     "secure_mode": "it decides how the noise is drawn",
 }
+_ALL_SETTINGS = attrgetter(*_SETTINGS)
 _STATE_BYTES = 16
+#: Of the state of torch's generator on the CPU: its length; its position, the first 64 of its 624 words; numbers that
+#: it keeps for later. The seed before them is left out: 2**32 more of it give the same numbers.
+_CPU_STATE, _WORDS, _KEPT = 5056, slice(8, 24 + 64 * 8), slice(24 + 624 * 8, 5056)
 
 
 class Settings:
@@ -35,13 +41,14 @@ class Settings:
     """
 
     def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-        self._kept = {name: getattr(optimizer, name) for name in _SETTINGS}
+        self._optimizer, self._kept = optimizer, _ALL_SETTINGS(optimizer)
 
     def check(self) -> None:
         """Refuses a setting that has changed."""
-        for name, kept in self._kept.items():
-            found = getattr(self._optimizer, name)
+        present = _ALL_SETTINGS(self._optimizer)
+        if present == self._kept:
+            return
+        for name, kept, found in zip(_SETTINGS, self._kept, present, strict=True):
             if found != kept:
                 shown = f"{kept:g}" if type(kept) in (int, float) else repr(kept)
                 raise InputError(name, f"must stay {shown}: {_SETTINGS[name]}", found)
@@ -50,6 +57,9 @@ class Settings:
 class NoiseStates:
     """The states of the generator at the noise of each step: none may come twice, as then the noise does, too.
 
+    Nor may those at the start of an iteration over the loader in which steps are taken: numbers that depend on the size
+    of a batch, such as those of dropout, may come between it and the noise, which is then the earlier one, moved.
+
     Args:
         optimizer: Opacus's.
     """
@@ -57,6 +67,16 @@ class NoiseStates:
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self._seen: dict[str, None] = {}
+        self._start = ""  # the state at the start of an iteration in which no step was taken yet
+
+    def begin(self, device: torch.device) -> None:
+        """Notes the present state as that at the start of an iteration, for the first step in it.
+
+        Args:
+            device: where the noise is drawn.
+        """
+        generator = _noise_generator(self._optimizer, device)
+        self._start = "" if generator is None else _state_digest(generator)
 
     def note(self, device: torch.device) -> str:
         """Returns a digest of the present state, in hexadecimal digits; refuses a state that was there before.
@@ -67,8 +87,8 @@ class NoiseStates:
         generator = _noise_generator(self._optimizer, device)
         if generator is None:  # its numbers cannot be repeated, or its state not be read
             return derive(new_seed(), "noise state").to_bytes(32, "little")[:_STATE_BYTES].hex()
-        digest = hashlib.blake2b(generator.get_state().numpy().tobytes(), digest_size=_STATE_BYTES).hexdigest()
-        if digest in self._seen:
+        digest = _state_digest(generator)
+        if digest in self._seen or self._start in self._seen:
             why = (
                 "must not be set again during a training, nor after a restart to what it was: the noise of this step "
                 "would be that of an earlier one, and the difference of the two shows gradients without noise"
@@ -79,17 +99,33 @@ class NoiseStates:
     def keep(self, digest: str) -> None:
         """Keeps the state of a step that is taken, of this rank's generator or of that of the rank that adds noise."""
         self._seen[digest] = None
+        if self._start:
+            self._seen[self._start] = None
+            self._start = ""
 
     def tensor(self) -> Tensor:
-        """Returns the digests as bytes, (steps, 16)."""
+        """Returns the digests as bytes, (number of states, 16)."""
         rows = [list(bytes.fromhex(digest)) for digest in self._seen]
         return torch.tensor(rows, dtype=torch.uint8).reshape(-1, _STATE_BYTES)
 
     def restore(self, kept: Any) -> None:
         """Restores what `tensor` returned; refuses anything else."""
         if not isinstance(kept, Tensor) or kept.dtype != torch.uint8 or kept.shape[1:] != (_STATE_BYTES,):
-            raise InputError("state", f"must have its noise states, bytes (steps, {_STATE_BYTES})", type(kept).__name__)
+            raise InputError("state", f"must have its noise states, bytes (n, {_STATE_BYTES})", type(kept).__name__)
         self._seen = dict.fromkeys(bytes(row).hex() for row in kept.tolist())
+
+
+def _state_digest(generator: torch.Generator) -> str:
+    """Returns a digest of a generator's state, in hexadecimal digits.
+
+    Guarantee:
+        - Equal for equal states, and for those which differ in the seed only, but not in the numbers that follow.
+    """
+    state = generator.get_state()
+    found = string_at(state.data_ptr(), state.numel())  # bytes, on the CPU: much faster than through NumPy
+    if len(found) == _CPU_STATE:
+        found = found[_WORDS] + found[_KEPT]
+    return hashlib.blake2b(found, digest_size=_STATE_BYTES).hexdigest()
 
 
 def _noise_generator(optimizer: Any, device: torch.device) -> torch.Generator | None:

@@ -47,7 +47,7 @@ from reconbound.training.step import Measured
 from reconbound.validate.private import as_private
 
 #: Steps, and records in them, after which what they had is added to the ledger at once.
-_STEPS, _RECORDS = 4, 2**16
+_STEPS, _RECORDS = 64, 2**14
 
 
 class _Part(NamedTuple):
@@ -107,8 +107,12 @@ class OpacusLedger:
             blocks.seed = ranks.from_first(lambda: blocks.seed)
         # from here on nothing is refused
         self._norms = ClippedNorms(optimizer, criterion)
-        ahead = loader.num_workers > 0
-        self._batches = DrawnBatches(sampler, lambda: self._norms.half_done, ahead=ahead)
+        self._batches = DrawnBatches(
+            sampler,
+            lambda: self._norms.half_done,
+            ahead=loader.num_workers > 0,
+            begin=lambda: self._states.begin(device),
+        )
         record_batches(sampler, self._batches, ranks)
         self._allow_packed = packed_sequences_refused(optimizer.params)
         self._add_noise = optimizer.add_noise
@@ -129,7 +133,8 @@ class OpacusLedger:
             why = "must not go on after a step that was refused: begin anew, or from a checkpoint before it"
             raise InputError("ledger", why, self.refused)
         try:
-            self._count_step(self._ranks.gather(self._own_part))
+            alone = self._ranks.size == 1
+            self._count_step([self._own_part()] if alone else self._ranks.gather(self._own_part))
         except (InputError, TrainingError) as reason:
             self.refused = str(reason)
             raise
@@ -140,35 +145,33 @@ class OpacusLedger:
         """Returns what a rank knows of the step that is taken."""
         self._settings.check()
         norms, bound = self._norms.take()
-        records = self._batches.take(len(norms))
-        if not math.isfinite(float(norms.sum())) and not bool((finite := norms.isfinite()).all()):
+        records = self._batches.take(norms.numel())
+        if not math.isfinite(norms.sum().item()) and not bool((finite := norms.isfinite()).all()):
             why = "must be finite: otherwise the sum is not, which shows who took part; of record "
             raise InputError("gradient", f"{why}{int(records[int(finite.long().argmin())])}", "a norm that is not")
         state = self._states.note(norms.device) if self._ranks.rank == 0 else ""  # rank 0 draws the noise
         found: list[Measured[Any]] = []
         if self._blocks is not None:
-            self._blocks.compare(records, norms.double().clamp(max=bound))
+            self._blocks.compare(records, norms, bound)
             found = self._blocks.measure(self.steps, bound, self._ranks)
         if self._ranks.size == 1:
             return _Part(records, norms, bound, state, found, None)
         return _Part(records, norms.cpu(), bound, state, on_cpu(found), self._sampler.division)
 
     def _count_step(self, parts: Sequence[_Part]) -> None:
-        bounds, divisions = [p.bound for p in parts], [p.division for p in parts]
-        if len({*bounds}) > 1:
-            raise InputError("max_grad_norm", "must be the same on all ranks", bounds)
-        if len(parts) > 1 and (divisions.count(divisions[0]) < len(parts) or _has_repeated([p.records for p in parts])):
-            why = "must give each record to one rank: call set_epoch on all of them, and take each batch on all, not on"
-            raise InputError("data_loader", why, f"some (epoch, shuffle, seed, ranks and iteration: {divisions})")
-        self._states.keep(parts[0].state)
+        if len(parts) > 1:
+            _check_shares(parts)
+        bound, state = parts[0].bound, parts[0].state
+        self._states.keep(state)
         if self.steps == 0:
-            self._ledger.begin_run(parts[0].state)  # the same where a training is repeated
-        for one in (one for part in parts for one in part.found):
-            add = self._ledger.add_distances if isinstance(one.found, StepDistances) else self._ledger.add
-            add(one.records, one.found, weight=one.weight, stratified=one.stratified)
-        bound = bounds[0]
-        self._pending += [(part.records, part.norms, bound) for part in parts if len(part.norms)]
-        self._waiting += sum(len(part.norms) for part in parts)
+            self._ledger.begin_run(state)  # the same where a training is repeated
+        for part in parts:
+            for one in part.found:
+                add = self._ledger.add_distances if isinstance(one.found, StepDistances) else self._ledger.add
+                add(one.records, one.found, weight=one.weight, stratified=one.stratified)
+            if rows := part.norms.numel():
+                self._pending.append((part.records, part.norms, bound))
+                self._waiting += rows
         if len(self._pending) >= _STEPS or self._waiting >= _RECORDS:
             self._settle()
         if bound not in self._bounds:
@@ -182,6 +185,7 @@ class OpacusLedger:
             # over the noise, as if the clip norm had stayed what it was
             scaled = torch.cat(norms).double().clamp(max=bound) * (self._ledger.account.max_grad_norm / bound)
             self._ledger.divergences.add_norms(torch.cat(records), scaled, 1.0)
+            self._ledger.divergences.settle()
             del self._pending[: len(records)]
         self._waiting = 0
 
@@ -354,7 +358,7 @@ class OpacusLedger:
         facts = {"history": self.history, "mechanism": self.mechanism(), "steps": self.steps}
         seed = None if self._blocks is None else self._blocks.seed
         found.update({**facts, "finished": self.finished, "mark": self._mark(), "seed": seed})
-        found.update({"bounds": list(self._bounds), "noise_states": self._states.tensor()})
+        found.update({"bounds": list(self._bounds), "noise_digests": self._states.tensor()})
         self._settle()
         found["tensors"] = self._ledger.state()
         return found
@@ -379,7 +383,7 @@ class OpacusLedger:
             raise InputError("state", "must have the smallest and the largest clip norm", f"a {type(bounds).__name__}")
         bounds = [number("bounds", bound, above=0.0) for bound in bounds]
         states = NoiseStates(self._optimizer)
-        states.restore(state.get("noise_states"))
+        states.restore(state.get("noise_digests"))  # "noise_states" of earlier versions are digests of other parts
         seed = None if self._blocks is None else checked_seed(state.get("seed"), "state")
         self._ledger.restore(state.get("tensors"), int(finished))  # type: ignore[arg-type]
         self.steps, self._bounds, self._states = steps, bounds, states
@@ -400,7 +404,12 @@ class OpacusLedger:
         return {**facts, "sample_rate": a.sample_rate, "records": a.records}
 
 
-def _has_repeated(parts: Sequence[Tensor]) -> bool:
-    """Returns whether a record is in several parts."""
-    records = torch.cat([*parts])
-    return len(records.unique()) < len(records)
+def _check_shares(parts: Sequence[_Part]) -> None:
+    """Refuses a step whose ranks clip to different norms, or have a record twice."""
+    bounds, divisions = [p.bound for p in parts], [p.division for p in parts]
+    if len({*bounds}) > 1:
+        raise InputError("max_grad_norm", "must be the same on all ranks", bounds)
+    records = torch.cat([p.records for p in parts])
+    if divisions.count(divisions[0]) < len(parts) or len(records.unique()) < len(records):
+        why = "must give each record to one rank: call set_epoch on all of them, and take each batch on all, not on"
+        raise InputError("data_loader", why, f"some (epoch, shuffle, seed, ranks and iteration: {divisions})")

@@ -18,12 +18,15 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from reconbound._internal.checks import InputError
 from reconbound._internal.files import json_digest
+from reconbound._internal.opacus_hooks import source_digest
 from reconbound._internal.rng import random_states_kept
 from reconbound.training.ranks import Ranks
 
 #: Records with which a collate function is tried.
 _TRIED = 32
 _GRID = 2.0**24  # of torch's float32 random numbers
+#: SHA-256 of the source of `UniformWithReplacementSampler.__iter__` that `RecordedSampler` repeats: that of Opacus 1.6.
+_REPEATED = "af6b9adbea9ec9a4aa060365939f328510c9e12bc4e28a7cae95d9d91481333e"
 
 
 PoissonSampler: TypeAlias = Any  # of Opacus: one of one process, or of a rank
@@ -36,22 +39,34 @@ class DrawnBatches:
         sampler: that draws them; its rate must not change.
         half_done: says whether the optimizer is in the middle of a batch.
         ahead: whether batches are drawn before they are asked for, as for worker processes.
+        begin: called at the start of each iteration.
 
     Attributes:
         iteration: the number of the present one, from 1.
         refused: why it is not known which records the steps had; empty while it is.
     """
 
-    def __init__(self, sampler: PoissonSampler, half_done: Callable[[], bool], *, ahead: bool) -> None:
-        self._sampler, self._half_done, self._ahead = sampler, half_done, ahead
+    def __init__(
+        self,
+        sampler: PoissonSampler,
+        half_done: Callable[[], bool],
+        *,
+        ahead: bool,
+        begin: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._sampler, self._half_done, self._ahead, self._begin = sampler, half_done, ahead, begin
         self._drawn_with = (sampler.sample_rate, sampler.num_samples)
         self._waiting: deque[Tensor] = deque()
         self.iteration = self._taken = 0
         self._over = False
         self.refused = ""
 
-    def recorded(self, drawn: Iterator[Any]) -> Iterator[Any]:
-        """Yields the batches of a new iteration and remembers them; what earlier iterations left is forgotten."""
+    def recorded(self, drawn: Iterator[tuple[Any, Tensor]]) -> Iterator[Any]:
+        """Yields the batches of a new iteration and remembers them; what earlier iterations left is forgotten.
+
+        Args:
+            drawn: each batch as the loader takes it, and its records in a tensor that nobody else has.
+        """
         self.check_complete()
         if self._half_done():
             why = "must be left between two steps, not in the middle of a batch of BatchMemoryManager: its first part "
@@ -59,12 +74,13 @@ class DrawnBatches:
         self.iteration, self._taken, self._over = self.iteration + 1, 0, False
         mine = self.iteration
         self._waiting.clear()
-        for indices in drawn:
-            if (self._sampler.sample_rate, self._sampler.num_samples) != self._drawn_with:
+        self._begin()
+        sampler = self._sampler
+        for indices, records in drawn:
+            if (sampler.sample_rate, sampler.num_samples) != self._drawn_with:
                 why = "must draw with the same rate from the same records all the time"
-                raise InputError("data_loader", why, f"the rate {self._sampler.sample_rate:g}")
-            numbers = indices.tolist() if isinstance(indices, Tensor) else indices
-            self._waiting.append(torch.from_numpy(np.fromiter(numbers, np.int64, len(numbers))))
+                raise InputError("data_loader", why, f"the rate {sampler.sample_rate:g}")
+            self._waiting.append(records)
             yield indices
             if mine != self.iteration:
                 why = "must be iterated over once at a time: another iteration began inside this one, so that the "
@@ -80,12 +96,12 @@ class DrawnBatches:
         if not self._waiting:
             why = "must be the loader that the training iterates over: no batch of it was drawn for this step"
             raise self._refusal(why, f"a step with {rows} records")
-        indices = self._waiting.popleft()
+        records = self._waiting.popleft()
         self._taken += 1
-        if len(indices) != rows:
+        if records.numel() != rows:
             why = "must give each batch to one step, as it was drawn, also an empty one: this batch has "
-            raise self._refusal(f"{why}{len(indices)} records", f"a step with {rows} records")
-        return indices
+            raise self._refusal(f"{why}{len(records)} records", f"a step with {rows} records")
+        return records
 
     def check_complete(self) -> None:
         """Refuses an iteration that came to its end with fewer steps than batches: which were left out is not known.
@@ -109,7 +125,21 @@ class RecordedSampler(UniformWithReplacementSampler):  # type: ignore[misc]
     ranks: Ranks
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self.batches.recorded(super().__iter__())
+        known = source_digest(UniformWithReplacementSampler.__iter__) == _REPEATED
+        return self.batches.recorded(self._again() if known else map(_with_records, super().__iter__()))
+
+    def _again(self) -> Iterator[tuple[list[int], Tensor]]:
+        """Repeats what Opacus does, and keeps the tensor from which it makes a list."""
+        for _ in range(self.steps):
+            mask = torch.rand(self.num_samples, generator=self.generator) < self.sample_rate
+            records = mask.nonzero(as_tuple=False).reshape(-1)
+            yield records.tolist(), records
+
+
+def _with_records(indices: Any) -> tuple[Any, Tensor]:
+    """Returns a batch and its records in a tensor of their own."""
+    numbers = indices.tolist() if isinstance(indices, Tensor) else indices
+    return indices, torch.from_numpy(np.fromiter(numbers, np.int64, len(numbers)))
 
 
 class _Draws(TorchFunctionMode):
@@ -129,7 +159,7 @@ class RecordedShareSampler(DistributedUniformWithReplacementSampler):  # type: i
     ranks: Ranks
 
     def __iter__(self) -> Iterator[Any]:
-        return self.batches.recorded(self._without_skips())
+        return self.batches.recorded(map(_with_records, self._without_skips()))
 
     def _without_skips(self) -> Iterator[Tensor]:
         """Yields what Opacus draws; refuses a batch that it skips because it is empty on this rank."""

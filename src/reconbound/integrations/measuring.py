@@ -119,15 +119,17 @@ class BlockMeasurer:
         self._distances = plan[1] if worlds else None
         self._compared = False
 
-    def compare(self, records: Tensor, norms: Tensor) -> None:
+    def compare(self, records: Tensor, norms: Tensor, bound: float) -> None:
         """Refuses a loss or data that are not those of the training: the first batch's clipped norms differ then.
 
         Args:
             records: of the step.
-            norms: their clipped norms, as Opacus computed them.
+            norms: of their gradients, as Opacus computed them.
+            bound: the clip norm at this step.
         """
         if self._compared or not len(records):
             return
+        norms = norms.double().clamp(max=bound)
         own = self.measurer.gradient_sum(records)[1].to(norms)
         limit = _CLOSE * self.measurer.settings.max_grad_norm
         if float((own - norms).abs().max()) > limit:
