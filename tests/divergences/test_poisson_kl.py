@@ -14,6 +14,7 @@ from approximate import close
 from reconbound._internal.checks import InputError
 from reconbound.accounting.amplification import poisson_factors
 from reconbound.divergences import pair_kl_bound, poisson_kl, poisson_pair_kl
+from reconbound.divergences.poisson_kl import _polynomials
 
 # --- references -----------------------------------
 
@@ -242,6 +243,47 @@ def test_a_bound_on_the_norms_changes_nothing_below_it():
         lower = poisson_pair_kl(a, b, c, q, largest_norm=1.0)
         beyond = np.maximum(a, b) > 1
         assert lower[beyond] == close(pair_kl_bound(a, b, c, q, sampler="any")[beyond], rel=1e-14)
+
+
+@pytest.mark.parametrize("top", [0.3, 1.0, 1.1153, 1.7])
+def test_polynomials_are_the_integrals(top):
+    """With a bound on the norms: never below the integral, above it by no more than rounding up; also where a ≈ b."""
+    rng = np.random.default_rng(3)
+    a, b = rng.uniform(0, top, (2, 700))
+    b[::2] = np.minimum(a[::2] * (1 + 10 ** rng.uniform(-9, 0, 350)), top)
+    angle = np.where(np.arange(700) % 4 < 2, 10 ** rng.uniform(-9, 0, 700), rng.uniform(0, math.pi, 700))
+    b[5::50], angle[7::50] = 0.0, 0.0
+    apart = (a - b) ** 2 + 4 * a * b * np.sin(angle / 2) ** 2
+    given = [torch.from_numpy(x) for x in (a, b, a * b * np.cos(angle), apart)]
+    for q in (1e-9, 1e-3, 0.01, 0.3, 0.9):
+        assert _polynomials(q, top) is not None
+        free = poisson_pair_kl(*given[:3], q, squared_distance=given[3])
+        held = poisson_pair_kl(*given[:3], q, squared_distance=given[3], largest_norm=top)
+        assert held.numpy() == close(free.numpy(), rel=2e-11)
+        assert (held >= free * (1 - 2e-12)).all()
+        for some in (slice(0, 1), slice(3, 80), slice(5, None)):
+            part = [x[some].contiguous() for x in given]
+            alone = poisson_pair_kl(*part[:3], q, squared_distance=part[3], largest_norm=top)
+            assert alone.numpy() == close(held[some].numpy(), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "q", "value"),
+    [
+        ((1, 0), (0.8, 0.3), 0.01, 1.6235456e-5),
+        ((0.5, 0), (0, 0.5), 0.01, 2.8272422e-5),
+        ((1, 0), (-1, 0), 0.05, 5.2630836e-3),
+    ],
+)
+def test_reference_values_with_a_bound_on_the_norms(a, b, q, value):
+    a, b = np.array(a, float), np.array(b, float)
+    norms = np.linalg.norm(a), np.linalg.norm(b), a @ b
+    assert _polynomials(q, 1.0) is not None
+    assert poisson_pair_kl(*norms, q, squared_distance=((a - b) ** 2).sum(), largest_norm=1.0) == close(value, rel=5e-8)
+    with mp.workdps(60):
+        exact = float(mp_pair(a.tolist(), b.tolist(), q))
+    found = poisson_pair_kl(*norms, q, squared_distance=((a - b) ** 2).sum(), largest_norm=1.0)
+    assert exact * (1 - 1e-15) <= found <= exact * (1 + 1e-9)
 
 
 def test_what_a_tensor_holds_is_made_harmless():

@@ -168,15 +168,8 @@ class PoissonTable:
             dtype: their floating-point type.
         """
         # an empty tensor names the device in full: "cuda" becomes "cuda:0"
-        self._on(torch.empty(0, device=device, dtype=dtype))
+        self(torch.empty(0, device=device, dtype=dtype))
         return self
-
-    def _on(self, norms: torch.Tensor) -> torch.Tensor:
-        """Returns the table where the norms are, in float64 for those in float64 and in float32 for others."""
-        device, dtype = norms.device, torch.float64 if norms.dtype == torch.float64 else torch.float32
-        if (device, dtype) not in self._copies:
-            self._copies[device, dtype] = self._cells.to(device=device, dtype=dtype)
-        return self._copies[device, dtype]
 
     def __call__(self, clipped_norm_over_noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns k⊥ and k∥ at m = ‖g̃‖/s, in m's shape.
@@ -184,7 +177,11 @@ class PoissonTable:
         Args:
             clipped_norm_over_noise: m ≥ 0; any shape.
         """
-        cells = self._on(clipped_norm_over_noise)
+        wide = clipped_norm_over_noise.dtype == torch.float64
+        place = (clipped_norm_over_noise.device, torch.float64 if wide else torch.float32)
+        if place not in self._copies:
+            self._copies[place] = self._cells.to(*place)
+        cells = self._copies[place]
         m, last = clipped_norm_over_noise.to(cells.dtype).abs(), cells.shape[0] - 1
         u = (m * self._CELLS_PER_UNIT).nan_to_num(nan=last + 1.0).clamp(max=last + 1.0)
         i = u.detach().long().clamp(max=last)

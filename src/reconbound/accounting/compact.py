@@ -83,18 +83,6 @@ def add_at(total: Tensor, index: Tensor, value: Tensor) -> None:
     total[..., rows] = rounded_up(total[..., rows].double() + added, total.dtype)
 
 
-def add_count(total: Tensor, index: Tensor, times: Tensor | None = None) -> None:
-    """Adds to counts at these indices: 1, or these numbers.
-
-    Args:
-        total: (N,); it is changed.
-        index: (B,).
-        times: (B,).
-    """
-    more = torch.ones_like(index) if times is None else times
-    total.index_add_(0, index, more.to(total.dtype))
-
-
 def count_where(test: Callable[[slice], Tensor], records: int) -> int:
     """Returns the number of records that pass a test, part by part.
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from reconbound._internal.checks import InputError, choice, whole
 from reconbound._internal.formatting import format_percent
 from reconbound.accounting import compact, summaries
-from reconbound.accounting.compact import add_at, add_count, parts_of, rounded_up, send
+from reconbound.accounting.compact import add_at, parts_of, rounded_up, send
 from reconbound.accounting.confidence import Estimates, Spread, median_of, spread_of, upper_limit
 from reconbound.accounting.divergence_queries import WorldDivergences, largest_divergence
 from reconbound.accounting.ledger import Ledger, add_variance, covered_steps, covers_all
@@ -27,8 +27,8 @@ from reconbound.accounting.spec import Account, check_clipped, check_mechanism
 from reconbound.divergences import poisson_kl, poisson_pair_kl
 from reconbound.fisher.worlds import REMOVED, StepDistances
 
-#: Batches whose norms are added together, and the number of pairs of worlds from which their divergences are computed.
-_BATCHES, _PAIRS = 32, 1024
+#: Batches whose norms are added together.
+_BATCHES = 32
 #: Tensors that hold no negative number.
 _NOT_NEGATIVE = ("nats", "nats_mean", "kept_nats", "nats_times", "nats_times_all")
 
@@ -54,7 +54,6 @@ class DivergenceLedger(Ledger):
         super().__init__(device, keep_at)
         self.account, self.from_batches, self._by_information = account, False, False
         self._pending: list[tuple[Tensor, Tensor, float]] = []  # records, clipped norms and weight of some batches
-        self._pending_pairs: list[tuple[tuple[int, Tensor, float, bool], tuple[Tensor, Tensor, Tensor]]] = []
         if not (worlds is None or isinstance(worlds, list | tuple)) or not all(
             isinstance(w, str) for w in worlds or ()
         ):
@@ -74,6 +73,7 @@ class DivergenceLedger(Ledger):
                 self.state[name] = compact.zeros(shape, count, device)
             for name in ("nats_sampled", "nats_partial"):
                 self.state[name] = torch.zeros(len(self.worlds), dtype=torch.bool, device=device)
+            self._counts, self._of_run = ("nats_times",), ("nats_last",)
             # in each world: the sum of the present run's weights, and the largest of all runs
             self.state["nats_weights"] = torch.zeros((2, len(self.worlds)), dtype=torch.float64, device=device)
             self.keep_runs("nats", "nats_times")
@@ -128,20 +128,15 @@ class DivergenceLedger(Ledger):
             self.settle()
 
     def settle(self) -> None:
-        """Adds what is pending of `add_norms` and `add`: many batches at a time cost little more than one."""
+        """Adds what is pending of `add_norms`: many batches at a time cost little more than one."""
         pending, self._pending = self._pending, []
         for weight, some in groupby(pending, key=itemgetter(2)):
             indices, norms, _ = zip(*some, strict=True)
             self._add_norms(torch.cat(indices), torch.cat(norms), weight, False)
-        pairs, self._pending_pairs = self._pending_pairs, []
-        if pairs:
-            joined = (torch.cat(parts) for parts in zip(*(found for _, found in pairs), strict=True))
-            each = self._pair_nats(*joined).split([len(index) for (_, index, _, _), _ in pairs])
-            for ((k, index, weight, stratified), _), nats in zip(pairs, each, strict=True):
-                self._add(k, index, nats, weight, stratified)
 
     def _add_norms(self, index: Tensor, clipped_norm: Tensor, weight: float, stratified: bool) -> None:
-        nats = removed_nats(self._scaled(clipped_norm), self.reach, self.account.sample_rate)
+        norm = clipped_norm.to(self.device, torch.float64) / self.account.noise
+        nats = removed_nats(norm, self.reach, self.account.sample_rate)
         self._add(self.index(REMOVED), index, nats, weight, stratified)
 
     def add(self, index: Tensor, found: StepDistances, weight: float, stratified: bool) -> None:
@@ -156,26 +151,21 @@ class DivergenceLedger(Ledger):
         for name in self.worlds:
             if name != REMOVED:
                 norms = (found.clipped_norm, found.other_norm[name], found.squared_distance[name])
-                a, b, squares = (value.detach().to(self.device, torch.float64) for value in norms)
-                self._pending_pairs.append(((self.index(name), index, weight, stratified), (a, b, squares)))
-        if sum(len(index) for (_, index, _, _), _ in self._pending_pairs) >= _PAIRS:
-            self.settle()
+                nats = self._pair_nats(*(value.detach().to(self.device, torch.float64) for value in norms))
+                self._add(self.index(name), index, nats, weight, stratified)
 
     def _pair_nats(self, norm: Tensor, other: Tensor, squared_distance: Tensor) -> Tensor:
         """Returns k(a, b)/q: the divergence of a step for a record, over its chance to take part.
 
         poisson: k_q(a, b)/q        other samplers: ‖a − b‖²/2
         """
-        a, b = (self._scaled(n).clamp(max=self.reach) for n in (norm, other))
-        d2 = squared_distance.to(self.device, torch.float64) / self.account.noise**2
+        a, b = ((n / self.account.noise).clamp(max=self.reach) for n in (norm, other))
+        d2 = squared_distance / self.account.noise**2
         if self.account.sampler != "poisson":
             return d2 / 2
         rate, inner = self.account.sample_rate, (a.square() + b.square() - d2) / 2
         nats: Tensor = poisson_pair_kl(a, b, inner, rate, squared_distance=d2, largest_norm=self.reach)
         return nats / rate
-
-    def _scaled(self, norm: Tensor) -> Tensor:
-        return norm.to(self.device, torch.float64) / self.account.noise
 
     def _add(self, k: int, index: Tensor, nats: Tensor, weight: float, stratified: bool) -> None:
         index = index.to(self.device, torch.int64)
@@ -190,7 +180,8 @@ class DivergenceLedger(Ledger):
             state = self.state
             so_far = (state["nats_error"][k], state["nats_last"][k], state["nats_times"][k])
             add_variance(*so_far, index, entry, torch.zeros_like(entry), chance, stratified)
-        add_count(self.state["nats_times"][k], index)
+        times = self.state["nats_times"][k]
+        times.index_add_(0, index, torch.ones_like(index, dtype=times.dtype))
 
     # --- runs ----------------------------------------------------------------------------
 
@@ -220,16 +211,13 @@ class DivergenceLedger(Ledger):
         """Adds the run to the means, and starts an empty one."""
         for world in self.incomplete():  # settles
             self.state["nats_partial"][self.index(world)] = True
-        if self.worlds:
-            self.add_counts("nats_times", "nats_times_all")
         super().finish_run()
 
     def clear_run(self) -> None:
         """Empties everything of the present run."""
-        self._pending, self._pending_pairs = [], []
+        self._pending = []
         super().clear_run()
         if self.worlds:
-            self.empty("nats_times", "nats_last")
             self.state["nats_weights"][0].zero_()
 
     def check_content(self, name: str, values: Tensor) -> None:
@@ -240,7 +228,7 @@ class DivergenceLedger(Ledger):
 
     def restore(self, tensors: Mapping[str, Tensor], runs: int, *, copy: bool = True) -> None:
         """Restores the tensors and the number of finished runs; what was pending is dropped."""
-        self._pending, self._pending_pairs = [], []
+        self._pending = []
         super().restore(tensors, runs, copy=copy)
 
     def merge(self, other: Ledger) -> None:

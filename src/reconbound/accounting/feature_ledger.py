@@ -179,8 +179,6 @@ class FeatureLedger(Ledger):
 
     def check_found(self, found: StepInformation) -> None:
         """Raises an error, before anything is changed, where there is no diagonal to add or one of other features."""
-        if self.kind == "none":
-            return
         for part in (found.diagonal_across, found.diagonal_along):
             if part is None:
                 raise InputError("found", "must have the diagonal: this ledger keeps it", None)
@@ -209,8 +207,6 @@ class FeatureLedger(Ledger):
             across: the factor of the part across the gradient, (B,).
             along: the factor of the part along it, (B,).
         """
-        if self.kind == "none":
-            return
         entries = self._entries(found, across, along)
         if "average" in self.state:
             self.state["average"] += entries.sum(0, keepdim=True) / self.account.records

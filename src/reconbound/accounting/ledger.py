@@ -41,6 +41,8 @@ class Ledger:
         self.stored: SealedFile | None = None
         self.in_file: set[str] = set()
         self._quantities: dict[str, None] = {}  # their names, in order
+        self._counts: tuple[str, ...] = ()  # of the present run; those of all runs have the ending _all
+        self._of_run: tuple[str, ...] = ()  # what else is of the present run only
         self._kept: dict[str, None] = {}  # the tensors of single runs
 
     def keep(self, name: str, *shape: int, dtype: torch.dtype = torch.float64, error: bool = False) -> None:
@@ -97,6 +99,11 @@ class Ledger:
 
     def finish_run(self) -> None:
         """Adds the present run to the means and starts an empty one."""
+        for name in self._counts:
+            if self.runs == 0:
+                self.state[name], self.state[f"{name}_all"] = self.state[f"{name}_all"], self.state[name]
+            else:
+                self.state[f"{name}_all"] += self.state[name]
         self.runs += 1
         for name in self._quantities:
             counts = self.run_counts(name)
@@ -109,29 +116,20 @@ class Ledger:
             if error is not None and self.runs == 2:
                 error.zero_()  # not times 0: the error of one run may be infinite
             kept = error if self.runs > 1 else None
-            if not isinstance(counts, int):  # of chosen records: they are few
-                _average(total, mean, kept, counts)
-                continue
-            for part in parts_of(total.numel()):
-                parts = (total.view(-1)[part], mean.view(-1)[part], None if kept is None else kept.view(-1)[part])
-                _average(*parts, counts)
+            whole = not isinstance(counts, int)  # of chosen records: they are few
+            for part in [...] if whole else parts_of(total.numel()):
+                own, before = (x if whole else x.view(-1)[part] for x in (total, mean))
+                delta = own.double() - before.double()
+                now = before.double() + delta / counts
+                before.copy_(rounded_up(now, mean.dtype))
+                if kept is not None:
+                    squares = kept if whole else kept.view(-1)[part]
+                    squares.copy_(rounded_up(squares.double() + delta * (own.double() - now), kept.dtype))
         self.clear_run()
-
-    def add_counts(self, run: str, every: str) -> None:
-        """Adds the counts of the present run to those of all runs; those of the run are emptied by `clear_run`.
-
-        Args:
-            run: the name of the counts of the run.
-            every: the name of those of all runs.
-        """
-        if self.runs == 0:
-            self.state[run], self.state[every] = self.state[every], self.state[run]
-        else:
-            self.state[every] += self.state[run]
 
     def clear_run(self) -> None:
         """Empties the sums of the present run, except what has been kept in a finished run."""
-        self.empty(*self._quantities)
+        self.empty(*self._quantities, *self._counts, *self._of_run)
         for name in self._kept:
             self.state[name] = self.state[name][: self.runs * len(self.keep_at)]
 
@@ -243,22 +241,6 @@ class Ledger:
         self.runs = runs
         for name, value in self.state.items():
             self.state[name] = tensors[name].to(value.device, value.dtype, copy=copy)
-
-
-def _average(total: Tensor, mean: Tensor, error: Tensor | None, runs: int | Tensor) -> None:
-    """Adds the sums of one more run to their means, and the squared deviation to their errors.
-
-    Args:
-        total: the sums of the run.
-        mean: over the runs before; it is changed.
-        error: the sum of squared deviations over the runs before; it is changed. None before the second run.
-        runs: the number of runs with this one.
-    """
-    delta = total.double() - mean.double()
-    above = mean.double() + delta / runs
-    mean.copy_(rounded_up(above, mean.dtype))
-    if error is not None:
-        error.copy_(rounded_up(error.double() + delta * (total.double() - above), error.dtype))
 
 
 def covered_steps(account: Account, weights: float) -> float:

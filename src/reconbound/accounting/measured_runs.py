@@ -134,12 +134,13 @@ class MeasuredRuns:
                 1/p when that is done at a share p of the steps, L·q when each record is measured once in L steps.
             stratified: the last of these: each record is measured exactly once in each block of steps. Not with
                 shuffled epochs, where the parameters at a step depend on whether the record was seen already.
-            checked: skip the checks of values, which wait for a GPU: who calls this has measured distinct records of
-                this account, without masked rows, and checks that the numbers are finite.
+            checked: skip the checks, which wait for a GPU: who calls this has measured distinct records of this
+                account, without masked rows, with a weight of its plan, and checks that the numbers are finite.
         """
-        weight = checked_weight(self.account, weight, stratified)
-        index = torch.as_tensor(indices) if checked else None
-        if index is None:
+        if checked:
+            index = torch.as_tensor(indices)
+        else:
+            weight = checked_weight(self.account, weight, stratified)
             index, found = checked_records(indices, found, StepInformation, self.account.records)
         if index.numel() == 0:
             return
@@ -149,7 +150,8 @@ class MeasuredRuns:
         self._keep_facts(found)
         index = send(index.to(torch.int64), self.device)
         across, along = self.traces.add(index, found, weight, stratified)
-        self.features.add(index, found, across, along)
+        if self.features.kind != "none":
+            self.features.add(index, found, across, along)
         self.divergences.add_information(index, found.clipped_norm, weight, stratified)
 
     def add_distances(
@@ -170,9 +172,10 @@ class MeasuredRuns:
             stratified: as in `add`.
             checked: as in `add`.
         """
-        weight = checked_weight(self.account, weight, stratified)
-        index = torch.as_tensor(indices) if checked else None
-        if index is None:
+        if checked:
+            index = torch.as_tensor(indices)
+        else:
+            weight = checked_weight(self.account, weight, stratified)
             index, found = checked_records(indices, found, StepDistances, self.account.records)
             self.divergences.check_found(index, found)
         if index.numel():
@@ -200,7 +203,8 @@ class MeasuredRuns:
         """Refuses information without what is kept, before anything is changed; keeps its caveats otherwise."""
         if "spectral" in self.traces.state and found.spectral_bound is None:
             raise InputError("found", "must have the spectral norm: this ledger keeps it", None)
-        self.features.check_found(found)
+        if self.features.kind != "none":
+            self.features.check_found(found)
         self.caveats = tuple(dict.fromkeys((*self.caveats, *found.caveats)))
         self.needs_range = self.needs_range or found.part == "module"
         self._fingerprints.touch()
@@ -255,7 +259,7 @@ class MeasuredRuns:
         self.divergences.finish_run()
         self.traces.finish_run()
         self.features.finish_run()
-        if self.account.kept_rules:
+        if self.account.kept_rules and self.features.choice is not None:
             self.features.choose(self.traces.mean("trace")[0], self.traces.measurements())
 
     def merge(self, other: MeasuredRuns | str | os.PathLike[str]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from reconbound._internal.checks import InputError, choice, warn_user
 from reconbound.accounting import compact
-from reconbound.accounting.compact import add_at, add_count, count_where, parts_of
+from reconbound.accounting.compact import add_at, count_where, parts_of
 from reconbound.accounting.confidence import describe_precision, median_of, median_ratio
 from reconbound.accounting.ledger import Ledger, add_variance, covered_steps, covers_all
 from reconbound.accounting.spec import Account, Factors
@@ -69,6 +69,7 @@ class RecordLedger(Ledger):
         if error:
             self.state["last"] = compact.zeros(shape, kind, device)  # each record's last entry
         self.state |= {name: compact.zeros((n,), count, device) for name in ("measured", "measured_all")}
+        self._counts, self._of_run = ("measured",), ("weights", "last") if error else ("weights",)
         self.state |= {name: torch.zeros(1, dtype=torch.bool, device=device) for name in ("rare", "partial")}
         # of the present run's measurements: the sum of their weights, and the largest of those at random steps
         self.state["weights"] = torch.zeros(2, dtype=torch.float64, device=device)
@@ -110,7 +111,7 @@ class RecordLedger(Ledger):
         if "spectral" in state and isinstance(found, StepInformation) and found.spectral_bound is not None:
             add_at(state["spectral"], index, torch.maximum(*factors[0]) * found.spectral_bound.to(**here))
         times = torch.ones_like(index) if times is None else times
-        add_count(state["measured"], index, times)
+        state["measured"].index_add_(0, index, times.to(state["measured"].dtype))
         state["rare"] |= chance < 1.0
         state["weights"][0] += weight * times.sum()
         if not stratified:
@@ -122,13 +123,7 @@ class RecordLedger(Ledger):
     def finish_run(self) -> None:
         """Adds the run to the averages, and starts an empty one."""
         self.state["partial"] |= bool(self.describe_missing())
-        self.add_counts("measured", "measured_all")
         super().finish_run()
-
-    def clear_run(self) -> None:
-        """Empties everything of the present run, except what has been kept in a finished run."""
-        super().clear_run()
-        self.empty(*(name for name in ("measured", "weights", "last") if name in self.state))
 
     def merge(self, other: Ledger) -> None:
         """Adds the finished runs of another such ledger."""

@@ -15,13 +15,16 @@ from typing import Any
 import numpy as np
 
 from reconbound._internal.checks import InputError, choice, number
-from reconbound.divergences.quadrature import line_kl
+from reconbound.divergences.quadrature import NODES, WEIGHTS, line_kl
 from reconbound.divergences.sensitivity import checked_rate, checked_shift
 
 #: Below this rate, and for pairs above this norm, the convexity bound stands in for the integral.
 SMALLEST_RATE, LARGEST_NORM = 1e-30, 40.0
 _UP = 1 + 2e-12  # all results are rounded up by this: above every error of quadrature and interpolation
 _CELLS_PER_UNIT, _DEGREE = 16, 10
+#: Up to this largest norm pairs have polynomials, whose error is found to be at most the second; they are rounded up
+#: by the third.
+_POLYNOMIAL_NORM, _POLYNOMIAL_ERROR, _POLYNOMIAL_UP = 2.0, 4e-12, 1 + 6e-12
 
 _GAUSS, _GAUSS_WEIGHTS = np.polynomial.legendre.leggauss(5)
 
@@ -61,7 +64,7 @@ def poisson_kl(norm: Any, sample_rate: float, *, largest_norm: float | None = No
     if q == 1 or q < SMALLEST_RATE:
         return convex
     top = None if largest_norm is None else number("largest_norm", largest_norm, at_least=0.0)
-    return xp.minimum(_kl(m, _on(q, m, top), xp) * (q * _UP), convex)
+    return xp.minimum(_kl(m, _table_to(q, top), xp) * (q * _UP), convex)
 
 
 def poisson_pair_kl(
@@ -166,13 +169,17 @@ def _pairs(pair: tuple[Any, Any, Any, Any], q: float, top: float | None, xp: Any
     delta = xp.where(b > 0, delta, zero)
     across = xp.where(b > 0, xp.clip((reach - delta) * (reach + delta), 0.0, None), a * a)  # ‖a‖² − α²
     across = xp.minimum(across, a * a)
-    value = line_kl((alpha, b, -delta), q, top, xp) + _difference(a, across, q, top, xp)
+    if top is None or _polynomials(q, top) is None:
+        value = line_kl((alpha, b, -delta), q, top, xp) + _difference(a, across, _table_to(q, top), xp)
+    else:
+        x = xp.stack([alpha / top, 2 * b / top - 1, 2 * a / top - 1])
+        along, beside = _product_sums(_placed(("pairs", q, top), _polynomials(q, top), x), x, xp)
+        value = (delta * delta * along + across * beside) * (_POLYNOMIAL_UP / 2)
     return xp.where(inside, q * value, xp.inf + zero)
 
 
-def _difference(norm: Any, across: Any, q: float, top: float | None, xp: Any) -> Any:
+def _difference(norm: Any, across: Any, table: Table, xp: Any) -> Any:
     """Returns [k_q(‖a‖) − k_q(|α|)]/q with ‖a‖² − α² given: the difference of the table's values, or ∫ t k⊥(t) dt."""
-    table = _on(q, norm, top)
     square = norm * norm
     ends = _kl(xp.stack([norm, xp.sqrt(xp.clip(square - across, 0.0, None))]), table, xp)
     plain = xp.clip(ends[0] - ends[1], 0.0, None)
@@ -181,6 +188,55 @@ def _difference(norm: Any, across: Any, q: float, top: float | None, xp: Any) ->
     for factor, weight in zip(_look_up(t, table, 1, xp), _GAUSS_WEIGHTS.tolist(), strict=True):
         integral = integral + weight / 4 * factor
     return xp.where(across < 0.01 * square, integral * across, plain)
+
+
+@lru_cache(maxsize=64)
+def _polynomials(q: float, top: float) -> np.ndarray | None:
+    """Returns coefficients of F and D for norms up to `top`, (2, terms in β, terms in α); None where they miss 4e-12.
+
+        k_q(α, β) = q (α − β)²/2 · F(α, β),      k_q(β) − k_q(|α|) = q (β² − α²)/2 · D(α, β)
+
+    F and D have no zero and vary little, so a relative error of theirs is one of k_q, however near α is to β. They are
+    interpolated at Chebyshev nodes of α/top and 2β/top − 1, and compared with the integrals at other nodes.
+    """
+    if not 0 < top <= _POLYNOMIAL_NORM:
+        return None
+    counts, table = (8 + 4 * math.ceil(6 * top), 6 + 3 * math.ceil(6 * top)), _table_to(q, top)
+
+    def values(more: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        x, y = (np.cos(math.pi * (np.arange(n + more) + 0.5) / (n + more)) for n in counts)
+        alpha, beta = np.meshgrid(top * x, top * (y + 1) / 2, indexing="ij")
+        low, high = np.minimum(np.abs(alpha), beta), np.maximum(np.abs(alpha), beta)
+        apart, squares = alpha - beta, (high - low) * (high + low)
+        along = line_kl((alpha, beta, apart), q, None, np) / (apart * apart / 2)
+        between = np.sqrt(low * low + squares * ((1 + NODES[:, None, None]) / 2))
+        beside = (WEIGHTS[:, None, None] / 2 * _look_up(between, table, 1, np)).sum(0)  # the mean of k⊥ over t²
+        return np.stack([along, beside]), x, y
+
+    with np.errstate(all="ignore"):  # where α = β nothing is found, and the integrals are left
+        nodes, x, y = values(0)
+        of_alpha, of_beta = (np.linalg.inv(_chebyshev(z, n, np).T) for z, n in zip((x, y), counts, strict=True))
+        coefficients = np.ascontiguousarray((of_alpha @ nodes @ of_beta.T).swapaxes(1, 2))
+        others, x, y = values(1)
+    points = np.stack(np.broadcast_arrays(x[:, None], y, y))
+    off = np.abs(_product_sums(coefficients, points, np) / others - 1)
+    return coefficients if bool((off <= _POLYNOMIAL_ERROR).all()) else None
+
+
+def _product_sums(coefficients: Any, x: Any, xp: Any) -> Any:
+    """Returns Σ_ji c_ji T_j(x₁) T_i(x₀) for the first coefficients, and with x₂ in place of x₁ for the second."""
+    _, second, first = coefficients.shape
+    basis = _chebyshev(x.reshape(3, -1), first, xp)
+    sums = (xp.matmul(coefficients, basis[:, 0]) * basis[:second, 1:].swapaxes(0, 1)).sum(1)
+    return sums.reshape(2, *x.shape[1:])
+
+
+def _chebyshev(x: Any, count: int, xp: Any) -> Any:
+    """Returns the Chebyshev polynomials T_0, ..., T_{count−1} at x, (count, ...): T_{k+j} = 2 T_k T_j − T_{k−j}."""
+    found = xp.stack([0 * x + 1, x])
+    while len(found) < count:
+        found = xp.concatenate([found, 2 * found[-1] * found[1:] - xp.flip(found[:-1], (0,))])
+    return found[:count]
 
 
 def _number(m: float, q: float) -> float:
@@ -197,11 +253,18 @@ def _number(m: float, q: float) -> float:
 # --- the table of k_q(m) ---------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=64)
-def _table(q: float, units: int | None = None) -> tuple[np.ndarray, float]:
-    """Returns coefficients (2, degree + 1, cells) of ρ = 2k_q/(q m²) and of k⊥, and ρ's distance to 1 beyond them.
+#: The table's name, coefficients (2, degree + 1, cells) of ρ = 2k_q/(q m²) and k⊥, and ρ's distance to 1 beyond them.
+Table = tuple[Any, np.ndarray, float]
 
-    With `units`, only the cells of norms below it, the same ones; beyond them ρ counts as 1, its largest value.
+
+def _table_to(q: float, top: float | None) -> Table:
+    """Returns the table of norms up to `top`; None: of all norms."""
+    return _table(q, None if top is None or top >= LARGEST_NORM else math.floor(top) + 1)
+
+
+@lru_cache(maxsize=64)
+def _table(q: float, units: int | None = None) -> Table:
+    """Makes the table of a rate. With `units`, only the cells of norms below it; beyond them ρ counts as 1, its limit.
 
     On cell i, m = (i + (s + 1)/2)/16 and ρ is the polynomial in s through the Chebyshev nodes. k_q' = q m k⊥ gives
     k⊥ = ρ + mρ'/2, a polynomial of the same degree. Beyond the last cell k⊥ = 1 to 1e-13 and k_q grows by q m dm.
@@ -224,30 +287,28 @@ def _table(q: float, units: int | None = None) -> tuple[np.ndarray, float]:
     across[:, 1:] += slope / 2
     last = count / _CELLS_PER_UNIT
     missing = float((1 - rho[-1].sum()) * last * last) if count == whole else 0.0
-    return np.ascontiguousarray(np.stack([rho.T, across.T])), missing
+    return ("table", q, units), np.ascontiguousarray(np.stack([rho.T, across.T])), missing
 
 
-_copies: dict[tuple[float, int | None, Any], Any] = {}
+_copies: dict[tuple[Any, Any], Any] = {}
 
 
-def _on(q: float, like: Any, top: float | None = None) -> tuple[Any, float]:
-    """Returns the rate's table for norms up to `top` on a tensor's device, and what is missing beyond its end."""
-    units = None if top is None or top >= LARGEST_NORM else math.floor(top) + 1
-    cells, missing = _table(q, units)
+def _placed(name: Any, array: Any, like: Any) -> Any:
+    """Returns an array where `like` is: itself, or its copy on a tensor's device, which is kept under this name."""
     if isinstance(like, np.ndarray):
-        return cells, missing
-    key = (q, units, like.device)
+        return array
+    key = (name, like.device)
     if key not in _copies:
         if len(_copies) >= 64:
             _copies.clear()
-        _copies[key] = _namespace(like).from_numpy(cells).to(like.device)
-    return _copies[key], missing
+        _copies[key] = _namespace(like).from_numpy(array).to(like.device)
+    return _copies[key]
 
 
-def _look_up(m: Any, table: tuple[Any, float], kind: int, xp: Any) -> Any:
+def _look_up(m: Any, table: Table, kind: int, xp: Any) -> Any:
     """Returns ρ (kind 0) or k⊥ (kind 1) at m."""
-    cells, missing = table
-    last = cells.shape[2]
+    name, cells, missing = table
+    cells, last = _placed(name, cells, m), cells.shape[2]
     u = xp.clip(m * _CELLS_PER_UNIT, None, float(last))
     i = xp.clip(u.astype(np.int64) if xp is np else u.long(), None, last - 1)
     s, coefficients = 2 * (u - i) - 1, cells[kind][:, i]
@@ -258,7 +319,7 @@ def _look_up(m: Any, table: tuple[Any, float], kind: int, xp: Any) -> Any:
     return xp.where(m * _CELLS_PER_UNIT > last, beyond, value if kind == 0 else xp.clip(value, None, 1.0))
 
 
-def _kl(m: Any, table: tuple[Any, float], xp: Any) -> Any:
+def _kl(m: Any, table: Table, xp: Any) -> Any:
     """Returns k_q(m)/q."""
     finite = xp.clip(m, None, 1e150)
     return xp.where(m < 1e150, _look_up(finite, table, 0, xp) * finite * finite / 2, m * m / 2)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reconbound._internal.rng import derive
 from reconbound.accounting.accountant import FisherAccountant
 from reconbound.accounting.spec import Account
 from reconbound.fisher.step import StepInformation, join
@@ -24,47 +23,33 @@ from reconbound.validate.private import as_private
 _STEPS_AT_ONCE = 32
 
 
-def make_feed(account: Account, measurer: Measurer, options: Mapping[str, Any]) -> Feed:
-    """Returns what feeds an empty ledger with what a measurer measures beside the norms of all batches.
-
-    Args:
-        account: of the training.
-        measurer: of its model.
-        options: of FisherAccountant.
-    """
-    ledger = FisherAccountant(account, **options)
-    ledger.divergences.from_batches = True
-    ledger.caveats = measurer.caveats
-    ledger.needs_range = as_private(measurer.private).part == "module"
-    # within a shuffled epoch the parameters depend on whether a record was seen: only batches can be measured
-    ledger.features.followed = ledger.diagonal == "chosen" and account.sampler != "shuffle"
-    at_once = measurer.static is None or measurer.kept.diagonal or measurer.kept.spectral
-    return Feed(ledger, 1 if at_once else _STEPS_AT_ONCE)
-
-
 class NoLedger(TrainingError, AttributeError):
     """The ledger was requested before it existed."""
 
 
 class Feed:
-    """Gives a ledger what steps measured: some steps at once on a GPU, where a long addition takes as long as a short.
+    """Gives an empty ledger what steps measured, and the norms of all batches.
 
     Args:
-        ledger: of a training.
-        steps: the number of steps that are added at once.
+        account: of the training.
+        measurer: of its model.
+        options: of FisherAccountant.
+
+    Attributes:
+        ledger: of the training.
+        steps: the number that are added at once: several on a GPU, where a long addition takes as long as a short.
     """
 
-    def __init__(self, ledger: FisherAccountant, steps: int) -> None:
-        self.ledger, self.steps = ledger, steps
+    def __init__(self, account: Account, measurer: Measurer, options: Mapping[str, Any]) -> None:
+        self.ledger = ledger = FisherAccountant(account, **options)
+        ledger.divergences.from_batches = True
+        ledger.caveats = measurer.caveats
+        ledger.needs_range = as_private(measurer.private).part == "module"
+        # within a shuffled epoch the parameters depend on whether a record was seen: only batches can be measured
+        ledger.features.followed = ledger.diagonal == "chosen" and account.sampler != "shuffle"
+        at_once = measurer.static is None or measurer.kept.diagonal or measurer.kept.spectral
+        self.steps = 1 if at_once else _STEPS_AT_ONCE
         self._pending: list[StepWork] = []
-
-    def begin_run(self, run_seed: int) -> None:
-        """Names the run that is measured from now on.
-
-        Args:
-            run_seed: of the run; its name reveals nothing of it.
-        """
-        self.ledger.begin_run(derive(run_seed, "fingerprint").to_bytes(32, "little")[:16].hex())
 
     def end_step(self, work: StepWork, step: int) -> None:
         """Adds a step, keeps the run so far where the ledger keeps it, and closes the run after its last step.
@@ -73,21 +58,24 @@ class Feed:
             work: what was computed.
             step: the number of steps taken in this run.
         """
-        information = [one._replace(found=replace(one.found, gradient_sum={})) for one in work.information]
-        self._pending.append(replace(work, total=work.total[:0], released=None, information=information))
-        if len(self._pending) >= self.steps:
+        ledger, kept, last = self.ledger, step in self.ledger.traces.keep_at, step == self.ledger.account.steps
+        if self.steps > 1:  # what is pending need not hold the sums
+            information = [one._replace(found=replace(one.found, gradient_sum={})) for one in work.information]
+            work = replace(work, total=work.total[:0], released=None, information=information)
+        self._pending.append(work)
+        if kept or last or len(self._pending) >= self.steps:
             self.settle()
-        ledger, length = self.ledger, self.ledger.account.steps
-        if step in (length, *ledger.traces.keep_at):
-            self.settle()
-        ledger.keep_step(step)
-        if step == length:
+        if kept:
+            ledger.keep_step(step)
+        if last:
             ledger.finish_run()
 
     def settle(self) -> None:
         """Adds all that is pending."""
-        ledger, pending = self.ledger, self.drop()
-        for one in joined_measurements([one for work in pending for one in work.information]):
+        ledger, pending = self.ledger, self._pending
+        self._pending = []
+        information = [one for work in pending for one in work.information]
+        for one in joined_measurements(information) if self.steps > 1 else information:
             ledger.add(one.records, one.found, **one.how)
         for work in pending:
             if work.followed is not None:
@@ -105,14 +93,9 @@ class Feed:
             runs: the number of finished runs.
             caveats: what must be stated with its floors, beside its own.
         """
-        self.drop()
+        self._pending = []
         self.ledger.restore(tensors, runs, copy=False)
         self.ledger.caveats = tuple(dict.fromkeys((*self.ledger.caveats, *caveats)))
-
-    def drop(self) -> list[StepWork]:
-        """Forgets what is pending, and returns it."""
-        found, self._pending = self._pending, []
-        return found
 
 
 def joined_measurements(parts: Sequence[Measured[StepInformation]]) -> list[Measured[StepInformation]]:

@@ -55,8 +55,13 @@ def draw(key: int, size: int, device: torch.device) -> Tensor:
     secret, parts = key.to_bytes(32, "little"), range(0, size, _PART)
     if device.type != "cpu":
         return by_cipher(chacha.key_words(secret, device), size)
-    found = [_normal(_hashed_bits(secret, k, min(_PART, size - at))).flatten() for k, at in enumerate(parts)]
-    return torch.cat(found)[:size] if found else torch.zeros(0, dtype=torch.float64)
+    found = [torch.zeros(0, dtype=torch.float64)]
+    for k, at in enumerate(parts):
+        pairs = (min(_PART, size - at) + 1) // 2
+        raw = hashlib.shake_256(b"reconbound noise" + secret + k.to_bytes(8, "little")).digest(64 * pairs)
+        bits = torch.frombuffer(bytearray(raw), dtype=torch.int64).reshape(2, 4, pairs)
+        found.append(_normal(bits).flatten())
+    return torch.cat(found)[:size]
 
 
 def draw_for(total: Tensor, run_seed: int, step: int) -> Tensor:
@@ -154,13 +159,6 @@ def by_cipher(key: Tensor, size: int) -> Tensor:
         words = chacha.paired(chacha.keystream(key, at // 2, (len(part) + 1) // 2))
         part.copy_(_normal(words.reshape(2, 4, -1)).T.flatten()[: len(part)])
     return found
-
-
-def _hashed_bits(secret: bytes, part: int, size: int) -> Tensor:
-    """Returns SHAKE-256's 64-bit words for `size` numbers, shape (2, 4, ⌈size/2⌉)."""
-    pairs = (size + 1) // 2
-    raw = hashlib.shake_256(b"reconbound noise" + secret + part.to_bytes(8, "little")).digest(64 * pairs)
-    return torch.frombuffer(bytearray(raw), dtype=torch.int64).reshape(2, 4, pairs)
 
 
 def _normal(bits: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from reconbound.fisher.worlds import NO_WORLDS, World, check_worlds
 from reconbound.training import checkpoint as checkpoints
 from reconbound.training import noise as noises
 from reconbound.training import settings as given
-from reconbound.training.feed import Feed, NoLedger, make_feed
+from reconbound.training.feed import Feed, NoLedger
 from reconbound.training.ranks import Ranks, TrainingError, compute_shards, grid_of, make_shards, on_cpu, warn_of_idle
 from reconbound.training.rows import DatasetRows, as_rows, record_count, row_counts
 from reconbound.training.sampling import (
@@ -261,7 +261,8 @@ class PrivateSGD:
 
         self.run_seed = self.ranks.from_first(make)
         if self._feed is not None:
-            self._feed.begin_run(self.run_seed)
+            name = derive(self.run_seed, "fingerprint").to_bytes(32, "little")[:16]  # reveals nothing of the seed
+            self._feed.ledger.begin_run(name.hex())
 
     def _train_run(self, advance: Callable[[int], None]) -> None:
         if self.step == 0:
@@ -282,11 +283,12 @@ class PrivateSGD:
         due = last or (often > 0 and self.step > 0 and self.step % often == 0)
         saving = self.folder is not None and (last or self.step % self.every == 0)
         numbers: Mapping[str, float] = {}
-        with self._placed():
-            if due or saving:
-                self.measurer.settle()
-            if self.callbacks or (self.evaluate is not None and due):
-                numbers = self.ranks.try_all(lambda: given.observe(self, evaluating=due and not known))
+        if due or saving or self.callbacks:
+            with self._placed():
+                if due or saving:
+                    self.measurer.settle()
+                if self.callbacks or (self.evaluate is not None and due):
+                    numbers = self.ranks.try_all(lambda: given.observe(self, evaluating=due and not known))
         if numbers and not known:
             self.history.append({**now, **numbers})
         if self.ranks.size > 1 and (last or self.step % self.every == 0):
@@ -400,12 +402,14 @@ class PrivateSGD:
             options: dict[str, Any] = {"diagonal": self.diagonal, "spectral": self.spectral, "device": self.device}
             options |= {"feature_scale": self.feature_scale, "keep_runs_at": self.whole_at}
             options["worlds"] = None if self.worlds is None else tuple(self.worlds)
-            self._feed = make_feed(account, self.measurer, options)
+            self._feed = Feed(account, self.measurer, options)
             self.plans = make_plans(self.settings, self.sampler, self.steps, self.whole_at, len(self.worlds or ()))
 
     def _restart(self) -> None:
         """Creates a new optimizer and schedule, as at the start of a run."""
-        self.optimizer, self.schedule = given.make_parts(self.make_optimizer, self.make_schedule, self.params)
+        self.optimizer = given.make_part("optimizer", self.make_optimizer, list(self.params.values()))
+        new = None if self.make_schedule is None else given.make_part("schedule", self.make_schedule, self.optimizer)
+        self.schedule = new
 
     # --- checkpoints ---------------------------------------------------------------------
 

@@ -63,10 +63,6 @@ class Shard:
         """Returns the rank that computes this shard, of so many."""
         return self.number * ranks // self.count
 
-    def has_turn(self, step: int) -> bool:
-        """Returns whether this is the shard of a step for what is done once in each."""
-        return step % self.count == self.number
-
 
 WHOLE = Shard()
 

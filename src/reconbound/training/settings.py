@@ -265,20 +265,6 @@ def make_part(name: str, maker: Callable[[Any], Any], given: Any) -> Any:
     return part
 
 
-def make_parts(
-    optimizer: Callable[[Any], Any], schedule: Callable[[Any], Any] | None, params: Mapping[str, Tensor]
-) -> tuple[Any, Any]:
-    """Returns a new optimizer and its schedule (None without one), as at the start of a run.
-
-    Args:
-        optimizer: parameters → optimizer.
-        schedule: optimizer → schedule.
-        params: by name.
-    """
-    made = make_part("optimizer", optimizer, list(params.values()))
-    return made, None if schedule is None else make_part("schedule", schedule, made)
-
-
 def set_gradients(params: Mapping[str, Tensor], flat: Tensor) -> None:
     """Sets the gradient of each parameter from all of them in one vector, in float64, rounded once.
 

@@ -28,7 +28,7 @@ from reconbound.fisher import Private, StepInformation
 from reconbound.fisher.sums import ClippedSum, methods_that_pass, numbers_per_record
 from reconbound.fisher.worlds import StepDistances, World, step_distances
 from reconbound.training.noise import Release, record_losses
-from reconbound.training.rows import DatasetRows, record_count
+from reconbound.training.rows import DatasetRows, record_count, take_rows
 from reconbound.training.sampling import WHOLE, Shard, within
 from reconbound.training.settings import STEPS, Fault, FiniteChecks, Settings, all_finite, largest_parameter
 from reconbound.training.static_step import Moment, StaticStep, Summed
@@ -191,7 +191,7 @@ class Measurer:
             moved: tuple[Any, Any] = tree_map_only(Tensor, lambda t: t.to(self.device), data)
             return moved
         data = (self.inputs, self.targets)
-        own: tuple[Any, Any] = tree_map_only(Tensor, lambda t: t[indices.to(t.device)].to(self.device), data)
+        own: tuple[Any, Any] = tree_map_only(Tensor, lambda t: take_rows(t, indices).to(self.device), data)
         return own
 
     @cached_property
@@ -319,7 +319,8 @@ class Measurer:
                 for k, group in _turns(plans.information, seed, step, shard):
                     found, _ = self.information(group, probe(f"probe {k}"))
                     work.information.append(Measured(group, found, plans.information.weight(step), True))
-            if shard.has_turn(step) and ledger.features.followed and ledger.rows is not None and len(ledger.rows):
+            turn = step % shard.count == shard.number  # what is done once in a step is done with each shard in turn
+            if turn and ledger.features.followed and ledger.rows is not None and len(ledger.rows):
                 work.followed, _ = self.information(ledger.rows, probe("probe kept"))
         if ledger is not None and self.worlds:
             if plans.distances is not None:
