@@ -67,9 +67,7 @@ def _replace(one: Any, other: Any) -> None:
 
 def short_script() -> contextlib.AbstractContextManager[Any]:
     """Puts SHORT_SCRIPT in place of plotly's script."""
-    from reconbound.report import pages
-
-    return mock.patch.object(pages, "_plotly_js", return_value=SHORT_SCRIPT)
+    return mock.patch("plotly.offline.get_plotlyjs", return_value=SHORT_SCRIPT)
 
 
 def one_target() -> contextlib.AbstractContextManager[Any]:
