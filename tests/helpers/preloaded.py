@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 
 import cheaper
 
@@ -34,5 +35,6 @@ for name in (
     except ImportError:  # of a library that is not installed: the tests that need it are skipped
         continue
 
-for change in (cheaper.short_script(), cheaper.one_target()):
-    change.__enter__()  # for good: as in the process of the tests (`conftest`), whose pages are compared with these
+if "pytest" not in sys.modules:  # which looks for doctests here
+    for change in (cheaper.short_script(), cheaper.one_target()):
+        change.__enter__()  # for good: as in the process of the tests (`conftest`), whose pages are compared with these
