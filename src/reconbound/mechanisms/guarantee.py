@@ -171,7 +171,7 @@ def floor_on(
         name: as in `floor`.
         mechanism: the release.
         space: the data space.
-        quick: leave out loss distributions in `rate_distortion`, which is then lower at some noise.
+        quick: leave out loss distributions in `rate_distortion`, which are slow; it may then be lower.
         baseline: as in `floor`.
         units: as in `floor`.
     """
@@ -190,10 +190,10 @@ def floor_on(
         of_nats = partial(rate_distortion, **sides) if space.whole_ball is None else partial(_in_ball, space=space)
         found = max((part.best(of_nats) for part in mechanism.parts(quick=quick)), key=attrgetter("value"))
     else:
-        epsilon = mechanism.order2_paper()
-        if epsilon is None:
+        order2 = mechanism.order2_paper()
+        if order2 is None:
             return None
-        found = theorem1(epsilon, **sides)
+        found = theorem1(order2, **sides)
         note = "as the paper computes it (add/remove for SGD, gradients of norm 1 for output perturbation)"
         assumes, theorem = (*found.assumes, note), "Theorem 1, the paper's line (not proved)"
         neighbours = mechanism.paper_neighbours
@@ -226,8 +226,8 @@ def floor(
         radius: records lie in the ball of this radius around 0. Left out, it is the mechanism's own where it clips rows
             (output perturbation: data_norm); math.inf: low and high are in other units than the rows, or rows longer
             than the clip are meant too.
-        baseline: squared error per coordinate of a plain guess on these data; guessing the middle, at worst, when left
-            out.
+        baseline: squared error per coordinate of a plain guess on these data. Left out, it is that of guessing the
+            middle, for the record farthest from it.
         units: the unit of the data, for printing.
 
     >>> from reconbound.mechanisms import DP

@@ -1,7 +1,8 @@
 """The first paragraph of every report: one finding in at most three short sentences.
 
-`headline` opens report.html and the terminal's answer. `public_headline` opens report-public.html and run.json. A
-warning comes before the finding where the guarantee means little or is not proved for the model.
+`headline` is the terminal's answer, and report.html opens with the same parts. `public_headline` opens
+report-public.html and run.json. A warning comes before the finding where the guarantee means little or is not proved
+for the model. The words of the finding are in templates/success.txt.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class World:
         single: whether it differs in one column or token only.
         measured: the number of measurements of each record, (N,).
         limited: which records' divergences are at upper confidence limits, (N,).
-        divergences: those of the records, as they are shown first, and the queries of them.
+        divergences: D of each record (its upper limit, otherwise the estimate), and what follows from it.
     """
 
     name: str
@@ -77,7 +77,7 @@ class World:
     def row(self, baseline: float = SHOWN) -> dict[str, Any]:
         """Returns what holds for half of the records, for all but 1 in 100, and for all, and on what that rests.
 
-        "basis": "mechanism" where half of the records have no lower limit than the noise's own, which is proved; "upper
+        "basis": "mechanism" where the median record's chance is all that the noise allows, which is proved; "upper
         limits" or "estimates" otherwise. "without_limit": the number of measured records without a confidence limit.
         "estimates": which of the three numbers rest on estimates, because too few records have limits.
 
@@ -179,8 +179,10 @@ class Success:
     @cached_property
     def leading(self) -> World | None:
         """Returns the world of the first sentence: that with the largest chance, among the columns if there are any."""
-        order = [w for w in self.worlds if w.kind in ("column", "category")] or self.worlds
-        return max(order, key=lambda w: (float(w.chances.max()), float(np.median(w.divergences.nats))), default=None)
+        candidates = [w for w in self.worlds if w.kind in ("column", "category")] or self.worlds
+        return max(
+            candidates, key=lambda w: (float(w.chances.max()), float(np.median(w.divergences.nats))), default=None
+        )
 
     def average_floors(self) -> dict[str, tuple[float, float]]:
         """Returns for each private number the ± error of an attacker on the average record, with the model and without.
@@ -222,7 +224,7 @@ def over_records(chances: np.ndarray, sure: np.ndarray, best: float) -> tuple[di
     estimates, so_far = [], 0.0
     for name, share in PLACES.items():
         place = min(len(chances) - 1, max(0, int(np.ceil(share * len(chances))) - 1))
-        enough = int(sure.sum()) > place  # the records whose chance is no estimate are such a share by themselves
+        enough = int(sure.sum()) > place  # of those alone, so many have no larger chance
         so_far = max(so_far, float(np.sort(chances[sure] if enough else chances)[place]))
         found[name] = so_far
         if not enough and so_far < best:

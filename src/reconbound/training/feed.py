@@ -20,7 +20,7 @@ from reconbound.training.step import Measured, Measurer, StepWork
 from reconbound.validate.private import as_private
 
 #: On a GPU: steps whose measurements are added to the ledger at once.
-_STEPS_AT_ONCE = 32
+_STEPS_TOGETHER = 32
 
 
 class NoLedger(TrainingError, AttributeError):
@@ -28,7 +28,7 @@ class NoLedger(TrainingError, AttributeError):
 
 
 class Feed:
-    """Gives an empty ledger what steps measured, and the norms of all batches.
+    """Makes the ledger of a training and adds to it what steps measured; with the world "removed" also their norms.
 
     Args:
         account: of the training.
@@ -37,7 +37,7 @@ class Feed:
 
     Attributes:
         ledger: of the training.
-        steps: the number that are added at once: several on a GPU, where a long addition takes as long as a short.
+        steps: the number that are added together: several on a GPU, where a long addition takes as long as a short.
     """
 
     def __init__(self, account: Account, measurer: Measurer, options: Mapping[str, Any]) -> None:
@@ -47,8 +47,8 @@ class Feed:
         ledger.needs_range = as_private(measurer.private).part == "module"
         # within a shuffled epoch the parameters depend on whether a record was seen: only batches can be measured
         ledger.features.followed = ledger.diagonal == "chosen" and account.sampler != "shuffle"
-        at_once = measurer.static is None or measurer.kept.diagonal or measurer.kept.spectral
-        self.steps = 1 if at_once else _STEPS_AT_ONCE
+        one_by_one = measurer.static is None or measurer.kept.diagonal or measurer.kept.spectral
+        self.steps = 1 if one_by_one else _STEPS_TOGETHER
         self._pending: list[StepWork] = []
 
     def end_step(self, work: StepWork, step: int) -> None:
@@ -99,10 +99,12 @@ class Feed:
 
 
 def joined_measurements(parts: Sequence[Measured[StepInformation]]) -> list[Measured[StepInformation]]:
-    """Returns successive measurements as fewer, longer ones: of the same weight, and of a block of distinct records.
+    """Joins successive measurements of equal weight, kind (stratified or not) and caveats.
+
+    Those with diagonals or spectral norms are left apart, and stratified ones in which a record would occur twice.
 
     Args:
-        parts: measurements without diagonals and spectral norms are joined.
+        parts: the measurements.
     """
     found: list[Measured[StepInformation]] = []
     for (weight, stratified, _), some in groupby(parts, key=attrgetter("weight", "stratified", "found.caveats")):
