@@ -210,3 +210,20 @@ def test_part_of_the_table_gives_the_same_bits(rate: float) -> None:
     part = poisson_kl(norms, rate, largest_norm=1.5)
     assert torch.equal(part[norms < 2], whole[norms < 2])
     assert bool((part >= whole * (1 - 2e-12)).all())  # by which all results are rounded up
+
+
+def test_a_wrapper_around_the_clip_put_there_after_watch_stays() -> None:
+    """The clip is repeated from the second batch on, but not in place of what the user put around it."""
+    made = private()
+    ledger = made.watch()
+    inner, calls = made.optimizer.clip_and_accumulate, []
+
+    def counted() -> None:
+        calls.append(1)
+        inner()
+
+    made.optimizer.clip_and_accumulate = counted  # type: ignore[method-assign]
+    for batch in chain(made.loader, made.loader):
+        made.epoch([batch])
+    assert len(calls) == ledger.steps > 2
+    assert_exact(made, ledger)

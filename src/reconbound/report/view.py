@@ -103,7 +103,7 @@ class View:
         self.guess_each = np.asarray(self.scale * np.sqrt(np.nan_to_num(leakage.guess.double().numpy())))
         if self.single:
             self.of_range = self.feature_unit(0) or f"in units of {self.feature_name(0)}"
-        elif self.image:
+        elif self.image and self.features:
             self.of_range = pixel_scale(float(self.offset[0]), float(self.offset[0] + self.scale[0]))
         else:
             self.of_range = "of a column’s range"
@@ -200,7 +200,7 @@ class View:
         if not self.measured[record]:
             return None
         dfil, error = float(self.leakage.dfil[0, record]), float(self.leakage.error[0, record])
-        return 0.5 * (error / dfil) * float(self.floor[record]) if error <= dfil > 0 else None
+        return 0.5 * (error / dfil) * float(self.floor[record]) if error <= dfil > 0 and math.isfinite(error) else None
 
     def below(self, threshold: float) -> int:
         """Returns the number of records with a lower floor, as `shown`; those never measured count."""

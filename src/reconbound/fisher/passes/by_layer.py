@@ -215,6 +215,7 @@ class LayerPass:
         found = copy(self)
         found.losses, found.columns = self.losses[rows], {}
         found.formed = {name: gradients[rows] for name, gradients in self.formed.items()}
+        found.biases = {name: gradients[rows] for name, gradients in self.biases.items()}
         found.inputs, found.deltas = [a[rows] for a in self.inputs], [d[rows] for d in self.deltas]
         return found
 
